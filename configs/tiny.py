@@ -1,0 +1,14 @@
+"""MuLoCo with four workers on all of Shakespeare, by the byte, on a CPU in minutes.
+
+    python run.py
+
+Paper: Therien et al., MuLoCo, https://arxiv.org/abs/2505.23725
+"""
+
+from ml_collections import ConfigDict
+
+from configs import default
+
+
+def get_config() -> ConfigDict:
+    return default.get_config()

@@ -1,0 +1,355 @@
+"""A configuration becomes values: the only module that reads one.
+
+Each choice by name is resolved here, in one `match`. Everything that can be checked
+before training is checked here.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from muloco_jax import compress, data, model, optimizers
+from muloco_jax.algorithm import DiLoCo, diloco
+from muloco_jax.workers import AXIS, Workers
+
+PyTree = Any
+Config = Any  # A ConfigDict of the keys in configs/default.py; it has no types.
+
+
+class Experiment(NamedTuple):
+    """What the host loop needs.
+
+    Attributes:
+        workers: the workers and their mesh.
+        algorithm: the functions of a round.
+        init: `()` -> parameters, placed on the mesh.
+        batches: position in examples -> batches `[K, H, B, L + 1]` on the mesh.
+        evaluate: theta -> mean cross-entropy of all held-out tokens, nats per token.
+        learning_rates: of the inner optimizer, one per inner step, `[steps]`.
+        rounds: rounds of the run.
+        examples_per_round: sequences that all workers take in a round.
+        tokens_per_round: tokens that all workers predict in a round.
+        num_params: parameters of the model.
+        wire_bytes: bytes that one worker sends in a round, at one mesh slice per
+        worker.
+        held_out_tokens: tokens that `evaluate` predicts.
+        held_out_bytes: bytes of text that those are.
+    """
+
+    workers: Workers
+    algorithm: DiLoCo
+    init: Callable[[], PyTree]
+    batches: Callable[[int], jax.Array]
+    evaluate: Callable[[PyTree], jax.Array]
+    learning_rates: np.ndarray
+    rounds: int
+    examples_per_round: int
+    tokens_per_round: int
+    num_params: int
+    wire_bytes: int
+    held_out_tokens: int
+    held_out_bytes: int
+
+
+def build(config: Config) -> Experiment:
+    """Builds all parts of a run, without allocating the model.
+
+    Raises:
+        ValueError: for values that do not fit together, naming them and what would.
+        FileNotFoundError: if there is no text.
+    """
+    _check_counts(config)
+    _set_cpu_devices(config)
+    workers = Workers(config.workers.num, _mesh(config), config.workers.sequential)
+    tokenizer = data.BYTES
+    tokens = data.tokenize(_corpus(config), tokenizer, config.data.cache)
+    batches = data.Batches(
+        tokens.train,
+        config.data.sequence_length,
+        workers.num,
+        config.data.batch_size // workers.num,
+        config.seed,
+    )
+    model_config = _model_config(config, tokenizer)
+    specs = model.partition_specs(model_config, workers.mesh)
+    schedule = learning_rate_schedule(config)
+    reduce = compress.reducer(compress.all_reduce_mean(workers))
+    algorithm = diloco(
+        model.next_token_loss(model_config),
+        inner_optimizer(config, schedule),
+        outer_optimizer(config),
+        workers=workers,
+        sync_every=config.sync_every,
+        reduce=reduce,
+        specs=specs,
+    )
+    place = lambda spec: NamedSharding(workers.mesh, spec)
+    init = jax.jit(
+        lambda: model.init(model_config, jax.random.key(config.seed)),
+        out_shardings=jax.tree.map(place, specs, is_leaf=lambda s: isinstance(s, P)),
+    )
+    shapes = jax.eval_shape(init)
+    examples = config.sync_every * config.data.batch_size
+    steps = jnp.arange(config.steps)
+    return Experiment(
+        workers=workers,
+        algorithm=algorithm,
+        init=init,
+        batches=_placed_batches(batches, workers, config.sync_every),
+        evaluate=_evaluation(config, model_config, workers, tokens.held_out),
+        learning_rates=np.asarray(jax.vmap(schedule)(steps)),
+        rounds=config.steps // config.sync_every,
+        examples_per_round=examples,
+        tokens_per_round=examples * config.data.sequence_length,
+        num_params=sum(x.size for x in jax.tree.leaves(shapes)),
+        wire_bytes=reduce.wire_bytes(shapes),
+        held_out_tokens=len(tokens.held_out) - 1,
+        held_out_bytes=tokens.held_out_bytes,
+    )
+
+
+def learning_rate_schedule(config: Config) -> optax.Schedule:
+    """Of the inner optimizer: linear warmup, then constant or a cosine.
+
+    With W warmup steps of T, it is `(t + 1) / W` of the peak at step t < W, and then,
+    for the cosine, falls to `final_fraction` at T (MuLoCo, appendix).
+    """
+    peak, warmup = config.inner.learning_rate, config.schedule.warmup_steps
+    final = config.schedule.final_fraction
+    if not 0 <= warmup < config.steps:
+        raise ValueError(
+            f"schedule.warmup_steps must be in [0, steps={config.steps}), got {warmup}"
+        )
+    match config.schedule.name:
+        case "constant":
+            after = lambda t: jnp.ones_like(t)
+        case "cosine":
+            length = config.steps - warmup
+            after = lambda t: (
+                final
+                + (1 - final) * (1 + jnp.cos(jnp.pi * jnp.minimum(t / length, 1))) / 2
+            )
+        case name:
+            raise ValueError(
+                f"schedule.name must be 'cosine' or 'constant', got {name!r}"
+            )
+
+    def schedule(count):
+        t = jnp.asarray(count, jnp.float32)
+        rising = (t + 1) / max(warmup, 1)
+        return peak * jnp.where(t < warmup, rising, after(t - warmup))
+
+    return schedule
+
+
+def inner_optimizer(
+    config: Config, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """The optimizer of a worker, behind clipping of its gradient."""
+    inner = config.inner
+    match inner.name:
+        case "muon":
+            optimizer = optimizers.muon(
+                schedule,
+                beta=inner.momentum,
+                nesterov=inner.nesterov,
+                weight_decay=inner.weight_decay,
+                adam_b1=inner.adam_b1,
+                adam_b2=inner.adam_b2,
+                adam_eps=inner.adam_eps,
+            )
+        case "adamw":
+            optimizer = optax.adamw(
+                schedule,
+                inner.adam_b1,
+                inner.adam_b2,
+                inner.adam_eps,
+                weight_decay=inner.weight_decay,
+            )
+        case name:
+            raise ValueError(f"inner.name must be 'muon' or 'adamw', got {name!r}")
+    if inner.clip_norm < 0:
+        raise ValueError(f"inner.clip_norm must not be negative, got {inner.clip_norm}")
+    if inner.clip_norm == 0:
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(inner.clip_norm), optimizer)
+
+
+def outer_optimizer(config: Config) -> optax.GradientTransformation:
+    """The optimizer that turns delta into a step of theta."""
+    outer = config.outer
+    if not 0 <= outer.momentum < 1:
+        raise ValueError(f"outer.momentum must be in [0, 1), got {outer.momentum}")
+    match outer.name:
+        case "nesterov":
+            return optax.sgd(
+                outer.learning_rate, momentum=outer.momentum, nesterov=True
+            )
+        case "sgd":
+            return optax.sgd(outer.learning_rate, momentum=outer.momentum)
+        case name:
+            raise ValueError(f"outer.name must be 'nesterov' or 'sgd', got {name!r}")
+
+
+def _check_counts(config):
+    counts = {
+        "steps": config.steps,
+        "sync_every": config.sync_every,
+        "workers.num": config.workers.num,
+        "mesh.data": config.mesh.data,
+        "mesh.fsdp": config.mesh.fsdp,
+        "mesh.tensor": config.mesh.tensor,
+        "data.sequence_length": config.data.sequence_length,
+        "data.batch_size": config.data.batch_size,
+        "evaluation.every_rounds": config.evaluation.every_rounds,
+        "evaluation.batch_size": config.evaluation.batch_size,
+    }
+    for key, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{key} must be at least 1, got {value}")
+    batch, num = config.data.batch_size, config.workers.num
+    inside = config.mesh.data * config.mesh.fsdp
+    length, chunk = config.data.sequence_length, config.model.loss_chunk
+    if chunk:
+        _check_multiple("data.sequence_length", length, chunk, "model.loss_chunk")
+    _check_multiple("steps", config.steps, config.sync_every, "sync_every")
+    _check_multiple(
+        "data.batch_size",
+        batch,
+        num * inside,
+        "workers.num * mesh.data * mesh.fsdp" if inside > 1 else "workers.num",
+    )
+
+
+def _set_cpu_devices(config):
+    """Gives each worker CPU devices of its own, in case JAX ends up on CPU.
+
+    A number that someone set (`JAX_NUM_CPU_DEVICES`) is left alone, and so is a JAX
+    that has already looked for devices.
+    """
+    if jax.config.jax_num_cpu_devices < 0:  # type: ignore[attr-defined]
+        slices = config.mesh.workers or config.workers.num
+        inside = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", max(1, slices * inside))
+
+
+def _check_multiple(key, value, divisor, divisor_key):
+    if rest := value % divisor:
+        near = [n for n in (value - rest, value - rest + divisor) if n]
+        raise ValueError(
+            f"{key}={value} is not a multiple of {divisor_key}={divisor}; the nearest "
+            f"that is: {' or '.join(map(str, near))}"
+        )
+
+
+def _mesh(config):
+    """A mesh of the axes that have more than one slice, and of "workers"."""
+    inside = {
+        k: config.mesh[k] for k in ("data", "fsdp", "tensor") if config.mesh[k] > 1
+    }
+    num_inside = int(np.prod(list(inside.values()), dtype=int))
+    available, num = jax.device_count(), config.workers.num
+    slices = config.mesh.workers
+    if slices == 0:  # As many as fit.
+        fits = [
+            m for m in range(1, num + 1) if num % m == 0 and m * num_inside <= available
+        ]
+        slices = max(fits, default=1)
+    shape = {AXIS: slices, **inside}
+    if slices < 0 or slices * num_inside > available:
+        raise ValueError(
+            f"a mesh of {shape} needs {slices * num_inside} devices, but there are "
+            f"{available}; lower mesh.workers, mesh.data, mesh.fsdp or mesh.tensor"
+        )
+    return jax.make_mesh(
+        tuple(shape.values()),
+        tuple(shape),
+        (AxisType.Auto,) * len(shape),
+        devices=jax.devices()[: slices * num_inside],
+    )
+
+
+def _corpus(config):
+    match config.data.format:
+        case "shakespeare":
+            return data.shakespeare()
+        case "text":
+            return data.text_files(config.data.path, config.data.held_out)
+        case name:
+            raise ValueError(
+                f"data.format must be 'shakespeare' or 'text', got {name!r}"
+            )
+
+
+def _model_config(config, tokenizer):
+    multiple = config.model.vocab_multiple
+    if multiple < 1:
+        raise ValueError(f"model.vocab_multiple must be at least 1, got {multiple}")
+    return model.ModelConfig(
+        vocab_size=-(-tokenizer.vocab_size // multiple) * multiple,
+        end_of_text=tokenizer.end_of_text,
+        num_layers=config.model.num_layers,
+        width=config.model.width,
+        head_dim=config.model.head_dim,
+        num_kv_heads=config.model.num_kv_heads,
+        mlp_ratio=config.model.mlp_ratio,
+        rope_theta=config.model.rope_theta,
+        dtype=config.model.dtype,
+        remat=config.model.remat,
+        loss_chunk=config.model.loss_chunk,
+        z_loss=config.model.z_loss,
+    )
+
+
+def _batch_axes(workers):
+    return tuple(axis for axis in model.BATCH_AXES if axis in workers.mesh.shape)
+
+
+def _placed_batches(batches, workers, steps):
+    """Batches by position; each process reads just the examples of its devices."""
+    sharding = NamedSharding(workers.mesh, P(AXIS, None, _batch_axes(workers) or None))
+
+    def placed(position):
+        numbers = batches.numbers(position, steps)
+        length = batches.examples(numbers[:1, :1, :1]).shape[-1]
+        read = lambda index: batches.examples(numbers[index[:3]])
+        return jax.make_array_from_callback((*numbers.shape, length), sharding, read)
+
+    return placed
+
+
+def _evaluation(config, model_config, workers, held_out):
+    """Mean cross-entropy over the held-out tokens, spread over all devices."""
+    windows, counts = data.evaluation_windows(held_out, config.data.sequence_length)
+    axes = (AXIS, *_batch_axes(workers))
+    spread = int(np.prod([workers.mesh.shape[axis] for axis in axes]))
+    batch = -(-config.evaluation.batch_size // spread) * spread
+    fill = -len(windows) % batch
+
+    def place(x):
+        x = np.pad(x, ((0, fill), (0, 0))).reshape(-1, batch, x.shape[-1])
+        sharding = NamedSharding(workers.mesh, P(None, axes))
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    placed = place(windows), place(counts)
+    losses = model.token_losses(model_config)
+
+    @jax.jit
+    def evaluate(params, windows, counts):
+        def add(total, batch):
+            tokens, count = batch
+            cross_entropy, _ = losses(params, tokens)
+            return total + jnp.sum(cross_entropy, where=count), None
+
+        total, _ = jax.lax.scan(add, jnp.float32(0), (windows, counts))
+        return total / jnp.sum(counts)
+
+    return lambda params: evaluate(params, *placed)

@@ -1,0 +1,222 @@
+"""What is measured of a round, and where it is written.
+
+The algorithm measures on the device, and without extra communication, one number per
+worker and step, or per fragment. Here those become rows for people and programs: plain
+dicts, one JSON object a line, and a progress line.
+"""
+
+import json
+import math
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import rich.progress
+
+
+class DivergedError(RuntimeError):
+    """A loss or a gradient of some worker is no longer finite."""
+
+
+def worker_cosine(delta_k_norm: np.ndarray, delta_norm: float) -> float:
+    """Mean cosine between the deltas of two workers, over all pairs.
+
+    Pairs count in proportion to the product of their norms, so that the mean needs
+    nothing but norms: the sum over pairs of `<delta_j, delta_k>` is
+    `K^2 |delta|^2 - sum_k |delta_k|^2`, with `delta` the mean over workers. For workers
+    of equal norm it is the plain mean over pairs. A lossy mean adds its own error.
+
+    >>> worker_cosine(np.array([3.0, 4.0]), delta_norm=2.5)  # A right angle.
+    0.0
+
+    Args:
+        delta_k_norm: norm of each worker's delta, `[K]`.
+        delta_norm: norm of their mean.
+
+    Returns:
+        A number in [-1, 1], or NaN for a single worker and for deltas that are zero.
+    """
+    norms = np.asarray(delta_k_norm, np.float64)
+    squares = np.sum(norms**2)
+    pairs = np.sum(norms) ** 2 - squares
+    if len(norms) < 2 or pairs == 0:
+        return math.nan
+    return float(((len(norms) * delta_norm) ** 2 - squares) / pairs)
+
+
+def check_finite(measured: Mapping[str, np.ndarray], step: int) -> None:
+    """Stops a run that has diverged.
+
+    Args:
+        measured: arrays `[K, H]` among others, of a round.
+        step: inner steps before that round.
+
+    Raises:
+        DivergedError: naming the first step, and the worker, with a number that is not
+        finite.
+    """
+    for key in ("loss", "grad_norm"):
+        values = measured[key]
+        if not np.isfinite(values).all():
+            inner, worker = np.argwhere(~np.isfinite(values.T))[0]
+            raise DivergedError(
+                f"{key} of worker {worker} became {values[worker, inner]} at step "
+                f"{step + inner + 1}; lower inner.learning_rate, or outer.learning_rate"
+            )
+
+
+def inner_rows(
+    measured: Mapping[str, np.ndarray], step: int, learning_rates: np.ndarray
+) -> list[dict[str, Any]]:
+    """One row per inner step of a round.
+
+    Args:
+        measured: what `DiLoCo.round` returned, on the host.
+        step: inner steps before the round.
+        learning_rates: of the inner optimizer at each of its steps, `[H]`.
+    """
+    rows = []
+    for i, learning_rate in enumerate(learning_rates):
+        loss, grad_norm = measured["loss"][:, i], measured["grad_norm"][:, i]
+        rows.append(
+            {
+                "event": "step",
+                "step": step + i + 1,
+                "loss": float(loss.mean()),
+                "loss_min": float(loss.min()),
+                "loss_max": float(loss.max()),
+                "loss_per_worker": loss.tolist(),
+                "grad_norm": float(grad_norm.mean()),
+                "grad_norm_max": float(grad_norm.max()),
+                "learning_rate": float(learning_rate),
+            }
+        )
+    return rows
+
+
+def round_row(
+    measured: Mapping[str, np.ndarray], progress: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The row of a round: how far the run is, and what the sync did.
+
+    Fragments are pooled, as parts of one long vector.
+
+    Args:
+        measured: what `DiLoCo.round` returned, on the host.
+        progress: further columns, which come first.
+    """
+    pool = lambda norms: np.sqrt(np.sum(np.square(norms, dtype=np.float64), axis=-1))
+    delta_norm = float(pool(measured["delta_norm"]))
+    delta_k_norm = pool(measured["delta_k_norm"])
+    return {
+        "event": "round",
+        **progress,
+        "loss": float(measured["loss"].mean()),
+        "delta_norm": delta_norm,
+        "delta_k_norm": float(delta_k_norm.mean()),
+        "worker_cosine": worker_cosine(delta_k_norm, delta_norm),
+        "update_norm": float(pool(measured["update_norm"])),
+    }
+
+
+class JsonLines:
+    """Appends rows to a file, one JSON object a line."""
+
+    def __init__(self, path: pathlib.Path):
+        self._file = path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """Ends writing."""
+        self._file.close()
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        """Writes rows, and makes them visible to readers. NaN becomes null."""
+        for row in rows:
+            self._file.write(json.dumps(_strict(row), allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def _strict(value):
+    if isinstance(value, dict):
+        return {key: _strict(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Clock:
+    """Times rounds, leaving out what lies between them."""
+
+    def __init__(self):
+        self._start = self._last = time.monotonic()
+        self._rounds: list[float] = []
+
+    def total(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    def begin(self) -> None:
+        """A round begins now."""
+        self._last = time.monotonic()
+
+    def end(self) -> float:
+        """A round ends now, and another begins; the seconds that it took."""
+        previous, self._last = self._last, time.monotonic()
+        self._rounds.append(self._last - previous)
+        return self._rounds[-1]
+
+    def typical(self) -> float:
+        """Median seconds of a round; the first, which compiles, counts if alone."""
+        return float(np.median(self._rounds[1:] or self._rounds))
+
+
+def progress_text(row: Mapping[str, Any], rounds: int, seconds_left: float) -> str:
+    """One line about a round.
+
+    >>> row = {"round": 2, "step": 60, "loss": 2.5, "tokens_per_second": 12300.0}
+    >>> progress_text(row, rounds=20, seconds_left=75.0)
+    'round  2/20  step 60  loss 2.500  12.3k tokens/s  1:15 left'
+    """
+    minutes, seconds = divmod(round(seconds_left), 60)
+    parts = [
+        f"round {row['round']:{len(str(rounds))}d}/{rounds}",
+        f"step {row['step']}",
+        f"loss {row['loss']:.3f}",
+        f"eval {row['eval_loss']:.3f}" if "eval_loss" in row else "",
+        f"{row['tokens_per_second'] / 1000:.1f}k tokens/s",
+        f"{minutes}:{seconds:02d} left",
+    ]
+    return "  ".join(filter(None, parts))
+
+
+class Progress:
+    """A progress bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, rounds: int):
+        self._rounds = rounds
+        self._bar = rich.progress.Progress(
+            rich.progress.BarColumn(bar_width=20),
+            rich.progress.TextColumn("{task.description}"),
+        )
+        self._task = self._bar.add_task("compiling the first round", total=rounds)
+        self._on_terminal = self._bar.console.is_terminal
+
+    def start(self) -> None:
+        """Shows the bar."""
+        if self._on_terminal:
+            self._bar.start()
+
+    def stop(self) -> None:
+        """Leaves the bar as it stands."""
+        if self._on_terminal:
+            self._bar.stop()
+
+    def update(self, row: Mapping[str, Any], seconds_left: float) -> None:
+        """Shows that the round of `row` has ended."""
+        line = progress_text(row, self._rounds, seconds_left)
+        if self._on_terminal:
+            self._bar.update(self._task, completed=row["round"], description=line)
+        else:
+            print(line, flush=True)

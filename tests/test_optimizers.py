@@ -1,0 +1,193 @@
+"""Muon: golden numbers, routing, and what it must keep."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from golden import MUON
+from optax.contrib import MuonDimensionNumbers
+from test_newton_schulz import wave
+
+import muloco_jax as mj
+
+SCALES = {"spectral": mj.spectral, "rms": mj.match_rms_adamw}
+
+
+@pytest.mark.parametrize("case", MUON, ids=["spectral", "nesterov-rms"])
+def test_muon_is_the_authors(case):
+    """Within what rounding costs them.
+
+    The authors round the iteration, and lr times its result, to bfloat16, which moves
+    each of the three updates by up to 1e-3; ours is in float32 on CPU.
+    """
+    shape = case["fan_out"], case["fan_in"]
+    optimizer = mj.muon(
+        case["lr"],
+        beta=case["momentum"],
+        nesterov=case["nesterov"],
+        weight_decay=case["weight_decay"],
+        scale=SCALES[case["scale"]],
+    )
+    params = {"kernel": jnp.asarray(wave(shape, case["w0_k"]).T)}  # Flax: [in, out].
+    state = optimizer.init(params)
+    for step, expected in enumerate(case["weights"]):
+        grads = {"kernel": jnp.asarray(wave(shape, 1 + 0.3 * step).T)}
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(params["kernel"].T, expected, rtol=0, atol=2e-3)
+    (momentum,) = (x for x in jax.tree.leaves(state) if x.shape == shape[::-1])
+    np.testing.assert_allclose(momentum.T, case["momentum_buffer"], rtol=0, atol=1e-5)
+
+
+def test_adam_has_the_other_side_with_the_same_rate_and_decay():
+    params = {"kernel": jnp.eye(2), "bias": jnp.array([1.0, -2.0]), "embed": jnp.eye(3)}
+    grads = jax.tree.map(lambda x: jnp.cos(x + 0.3), params)
+    adamw = optax.adamw(0.1, b1=0.9, b2=0.99, weight_decay=0.3)
+    muon = mj.muon(0.1, weight_decay=0.3)
+    state, expected_state = muon.init(params), adamw.init(params)
+    for _ in range(3):
+        updates, state = muon.update(grads, state, params)
+        expected, expected_state = adamw.update(grads, expected_state, params)
+        for name in ("bias", "embed"):
+            np.testing.assert_array_equal(updates[name], expected[name])
+    assert not np.allclose(updates["kernel"], expected["kernel"])
+
+
+def test_the_sides_may_have_rates_and_decays_of_their_own():
+    params = {"kernel": jnp.eye(2), "bias": jnp.ones(2)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    muon = mj.muon(
+        0.1,
+        weight_decay=0.5,
+        adam_learning_rate=lambda step: 0.01,
+        adam_weight_decay=0.2,
+    )
+    updates, _ = muon.update(zeros, muon.init(params), params)
+    np.testing.assert_allclose(updates["kernel"], -0.1 * 0.5 * jnp.eye(2))
+    np.testing.assert_allclose(updates["bias"], [-0.01 * 0.2] * 2)
+
+
+def test_masked_parameters_do_not_decay():
+    params = {"kernel": jnp.eye(2), "bias": jnp.ones(2)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    muon = mj.muon(0.1, weight_decay=0.5, weight_decay_mask=mask)
+    updates, _ = muon.update(zeros, muon.init(params), params)
+    np.testing.assert_allclose(updates["kernel"], -0.05 * jnp.eye(2))
+    np.testing.assert_array_equal(updates["bias"], jnp.zeros(2))
+
+
+@pytest.mark.parametrize(
+    "factor, tall, wide",
+    [(mj.spectral, 0.5, 2.0), (mj.width, 1.0, 2.0), (mj.match_rms_adamw, 1.6, 1.6)],
+)
+def test_factors_are_functions_of_fan_in_and_fan_out(factor, tall, wide):
+    assert factor(64, 16) == pytest.approx(tall)
+    assert factor(16, 64) == pytest.approx(wide)
+
+
+def test_a_stack_of_layers_is_its_layers_one_by_one():
+    stack = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4, 6)))
+    grads = {"blocks": {"up": stack, "norm": stack[:, 0]}}
+    updates, _ = _update(mj.muon(1.0), grads)
+    for layer in range(3):
+        alone, _ = _update(mj.muon(1.0), {"up": stack[layer]})
+        np.testing.assert_allclose(
+            updates["blocks"]["up"][layer], alone["up"], atol=1e-12
+        )
+
+
+def test_dimension_numbers_say_where_the_matrix_is():
+    """A fused kernel [D, N, H] with fan-in D is the matrix [D, N H]."""
+    kernel = jnp.asarray(np.random.default_rng(0).standard_normal((6, 2, 4)))
+    numbers = {"kernel": MuonDimensionNumbers(0, (1, 2))}
+    fused, _ = _update(
+        mj.muon(1.0, muon_weight_dimension_numbers=numbers), {"kernel": kernel}
+    )
+    plain, _ = _update(mj.muon(1.0), {"kernel": kernel.reshape(6, 8)})
+    np.testing.assert_allclose(
+        fused["kernel"].reshape(6, 8), plain["kernel"], atol=1e-12
+    )
+
+
+def test_the_layout_of_pytorch_is_the_transpose():
+    kernel = jnp.asarray(np.random.default_rng(0).standard_normal((6, 3)))
+    numbers = {"weight": MuonDimensionNumbers(reduction_axis=1, output_axis=0)}
+    optimizer = mj.muon(1.0, muon_weight_dimension_numbers=numbers)
+    torch_like, _ = _update(optimizer, {"weight": kernel.T})
+    flax_like, _ = _update(mj.muon(1.0), {"kernel": kernel})
+    np.testing.assert_allclose(torch_like["weight"].T, flax_like["kernel"], atol=1e-12)
+
+
+def test_a_leaf_that_no_rule_covers_is_named():
+    with pytest.raises(ValueError, match=r"conv/kernel has shape \(3, 3, 4, 8\)"):
+        mj.muon(0.1).init({"conv": {"kernel": jnp.ones((3, 3, 4, 8))}})
+
+
+def test_scale_by_muon_alone_refuses_what_is_no_matrix():
+    optimizer = mj.scale_by_muon()
+    with pytest.raises(ValueError, match="bias"):
+        optimizer.init({"kernel": jnp.eye(2), "bias": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        MuonDimensionNumbers(0, 2),
+        MuonDimensionNumbers(0, -2),
+        MuonDimensionNumbers((), 1),
+    ],
+)
+def test_axes_that_are_not_there_or_twice_are_refused(numbers):
+    optimizer = mj.muon(0.1, muon_weight_dimension_numbers={"w": numbers})
+    with pytest.raises(ValueError, match="w with shape"):
+        optimizer.init({"w": jnp.ones((2, 3))})
+
+
+@pytest.mark.parametrize("beta", [1.0, -0.1, 1.5])
+def test_beta_out_of_range_is_refused(beta):
+    with pytest.raises(ValueError, match=f"beta must be in .*{beta}"):
+        mj.muon(0.1, beta=beta)
+
+
+def test_rows_are_never_cut():
+    with pytest.raises(ValueError, match="ns_steps is 3, but ns_coeffs has 5 rows"):
+        mj.muon(0.1, ns_steps=3)
+    mj.muon(0.1, ns_steps=5)
+
+
+@pytest.mark.parametrize("param_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("grad_dtype", [jnp.bfloat16, jnp.float32])
+def test_the_state_keeps_its_types_over_a_scan(param_dtype, grad_dtype):
+    params = {"kernel": jnp.ones((4, 6), param_dtype), "bias": jnp.ones(6, param_dtype)}
+    grads = jax.tree.map(lambda x: x.astype(grad_dtype), params)
+    optimizer = mj.scale_by_muon(weight_dimension_numbers=mj.hidden_matrices)
+    kernel = {"kernel": params["kernel"]}
+
+    def step(state, _):
+        updates, state = optimizer.update({"kernel": grads["kernel"]}, state)
+        return state, updates["kernel"].dtype == grad_dtype
+
+    state, ok = jax.lax.scan(step, optimizer.init(kernel), None, length=2)
+    assert ok.all()
+    assert state.mu["kernel"].dtype == param_dtype
+    assert state.count == 2
+
+
+def test_the_learning_rate_may_be_a_schedule():
+    rates = jnp.array([0.5, 0.25])
+    optimizer = mj.muon(lambda step: rates[step])
+    grads = {"kernel": jnp.eye(2)}
+    state, first = optimizer.init(grads), None
+    for expected in (1.0, 0.5):
+        updates, state = optimizer.update(grads, state, grads)
+        first = updates["kernel"] if first is None else first
+        np.testing.assert_allclose(updates["kernel"], expected * first)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _update(optimizer, grads):
+    return optimizer.update(grads, optimizer.init(grads), grads)

@@ -1,0 +1,60 @@
+"""Names decide what a parameter is."""
+
+import pytest
+
+from muloco_jax import tree
+
+HIDDEN = [
+    "blocks/attention/query/kernel",
+    "blocks/mlp/gate/kernel",
+    "layers/0/multi_head_attention/out/kernel",
+    "layers_3/gate_proj/kernel",
+    "params/Dense_0/kernel",
+    "encoder/normalizer_free/kernel",
+    "0/1",
+]
+NOT_HIDDEN = [
+    "embed/embedding",
+    "params/Embed_0/embedding",
+    "tok_embeddings/weight",
+    "transformer/wte/embedding",
+    "transformer/wpe/embedding",
+    "unembed/kernel",
+    "lm_head/kernel",
+    "head/kernel",
+    "params/head_0/kernel",
+    "logits/kernel",
+    "classifier_head/kernel",
+    "blocks/pre_attention_norm/scale",
+    "blocks/attention/q_norm/weight",
+    "params/LayerNorm_0/scale",
+    "params/RMSNorm_12/scale",
+    "ln_f/weight",
+    "ln1/weight",
+    "blocks/moe/router/kernel",
+    "blocks/mlp/up/bias",
+]
+
+
+@pytest.mark.parametrize("path", HIDDEN)
+def test_matrices_between_layers_may_be_hidden(path):
+    assert tree.may_be_hidden(path)
+
+
+@pytest.mark.parametrize("path", NOT_HIDDEN)
+def test_embeddings_heads_norms_routers_and_biases_are_not_hidden(path):
+    assert not tree.may_be_hidden(path)
+
+
+@pytest.mark.parametrize(
+    "path, expected",
+    [
+        ("blocks/mlp/up/kernel", True),
+        ("decoder/blocks/up", True),
+        ("blocks/3/up/kernel", False),
+        ("layers/up/kernel", False),
+        ("blocks_0/up/kernel", False),
+    ],
+)
+def test_leaves_under_blocks_are_stacked_unless_blocks_is_a_list(path, expected):
+    assert tree.is_stacked(path) is expected
