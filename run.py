@@ -3,13 +3,17 @@
     python run.py [--config=FILE[:ARGUMENT]] [--config.KEY=VALUE ...] [--workdir=DIR]
 
 Without --config it runs configs/tiny.py; configs/default.py lists all keys with their
-meaning. Without --workdir it makes runs/<config>-<time>. On several hosts, start it on
-each of them with --distributed.
+meaning. Without --workdir it makes runs/<config>-<time>.
+
+On several hosts, start it on each of them with --distributed. Where JAX cannot find out
+about the others by itself (it can on TPU pods, under Slurm, Open MPI and Kubernetes),
+add --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
 import pathlib
 import sys
 import time
+from typing import Any, NamedTuple
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -17,37 +21,57 @@ from ml_collections import ConfigDict, config_flags
 TINY = pathlib.Path(__file__).resolve().parent / "configs" / "tiny.py"
 
 
-def parse(argv: list[str]) -> tuple[ConfigDict, str, bool]:
-    """The configuration, the folder of the run, and whether there are other hosts.
+class Arguments(NamedTuple):
+    """What the command line says; `hosts` is for `jax.distributed.initialize`."""
+
+    config: ConfigDict
+    workdir: str
+    hosts: dict[str, Any] | None
+
+
+def parse(argv: list[str]) -> Arguments:
+    """Reads the command line.
 
     Raises:
-        ValueError: if the command line makes no sense.
+        ValueError: if it makes no sense.
     """
     try:
-        # This reads the command line itself, so it can already fail.
-        holder = config_flags.DEFINE_config_file("config", str(TINY), lock_config=True)
+        # This one reads the command line by itself, so it can already fail.
+        config = config_flags.DEFINE_config_file("config", str(TINY), lock_config=True)
         workdir = flags.DEFINE_string("workdir", "", "Folder of the run.")
         distributed = flags.DEFINE_bool("distributed", False, "Join other hosts.")
+        coordinator = flags.DEFINE_string(
+            "coordinator", None, "HOST:PORT of process 0."
+        )
+        num_processes = flags.DEFINE_integer("num_processes", None, "Of all hosts.")
+        process_id = flags.DEFINE_integer("process_id", None, "Of this one, from 0.")
         unused = flags.FLAGS(argv)[1:]
-        config = holder.value
-        file = config_flags.get_config_filename(flags.FLAGS["config"])  # type: ignore[arg-type]
-        if not isinstance(config, ConfigDict):
-            raise ValueError(f"there is no config file {file}")
     except AttributeError as error:  # Of a key; ml_collections wraps it twice.
         inner = error.args[0]
         reason = inner.args[0] if isinstance(inner, Exception) else inner
-        raise ValueError(f"unknown key --config.{_one_line(reason)}") from None
-    except (flags.Error, OSError) as error:  # Its last line is the reason.
+        raise ValueError(f"unknown key --config.{reason}") from None
+    except (flags.Error, OSError) as error:  # The last line of either is the reason.
         raise ValueError(str(error).splitlines()[-1]) from None
+    file = config_flags.get_config_filename(flags.FLAGS["config"])  # type: ignore[arg-type]
+    if not isinstance(config.value, ConfigDict):
+        raise ValueError(f"there is no config file {file}")
     if unused:
         raise ValueError(
             f"unexpected argument {unused[0]!r}; keys are --config.KEY=VALUE"
         )
-    started = time.strftime("%Y%m%d-%H%M%S")
-    return (
-        config,
-        workdir.value or f"runs/{pathlib.Path(file).stem}-{started}",
-        distributed.value,
+    hosts = {
+        "coordinator_address": coordinator.value,
+        "num_processes": num_processes.value,
+        "process_id": process_id.value,
+    }
+    given = [name for name, value in hosts.items() if value is not None]
+    if not distributed.value and given:
+        raise ValueError(f"{', '.join(given)} without --distributed has no effect")
+    name = f"{pathlib.Path(file).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Arguments(
+        config.value,
+        workdir.value or f"runs/{name}",
+        hosts if distributed.value else None,
     )
 
 
@@ -57,30 +81,26 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     try:
-        config, workdir, distributed = parse(argv)
+        arguments = parse(argv)
         import jax  # Late, so that a mistyped key is answered at once.
 
         from muloco_jax import experiment, metrics, train
 
-        if distributed:
-            jax.distributed.initialize()
-        built = experiment.build(config)
+        if arguments.hosts is not None:
+            jax.distributed.initialize(**arguments.hosts)
+        built = experiment.build(arguments.config)
     except (ValueError, OSError) as error:
         return _fail(error)
     try:
-        train.train(config, built, workdir)
+        train.train(arguments.config, built, arguments.workdir)
     except (metrics.DivergedError, OSError) as error:
         return _fail(error)
     return 0
 
 
 def _fail(error):
-    print(f"run.py: {_one_line(error)}", file=sys.stderr)
+    print("run.py:", " ".join(str(error).split()), file=sys.stderr)
     return 1
-
-
-def _one_line(error):
-    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ def get_config() -> ConfigDict:
     config.inner.name = "muon"  # "muon" (MuLoCo) or "adamw" (DiLoCo).
     config.inner.learning_rate = 0.03  # Peak, of Muon and of Adam's side alike.
     config.inner.weight_decay = 0.0  # Decoupled, times the learning rate.
-    config.inner.momentum = 0.9  # Muon: decay of the heavy-ball momentum.
-    config.inner.nesterov = False  # Muon: look ahead by one gradient.
-    config.inner.adam_b1 = 0.9  # AdamW, and Adam's side of Muon.
-    config.inner.adam_b2 = 0.99
-    config.inner.adam_eps = 1e-8
+    config.inner.muon_momentum = 0.9  # Decay of the heavy-ball momentum.
+    config.inner.muon_nesterov = False  # Look ahead by one gradient.
+    config.inner.adam_b1 = 0.9  # Of AdamW, and of Adam's side of Muon: first moment.
+    config.inner.adam_b2 = 0.99  # Of the second moment.
+    config.inner.adam_eps = 1e-8  # Added to the root of the second moment.
     # Global norm that a worker's gradient is clipped to before the optimizer; 0: never.
     config.inner.clip_norm = 1.0
 
@@ -46,11 +46,11 @@ def get_config() -> ConfigDict:
     config.outer = ConfigDict()  # The optimizer that takes the average delta.
     config.outer.name = "nesterov"  # "nesterov", or "sgd" with heavy-ball momentum.
     config.outer.learning_rate = 0.9  # Constant.
-    config.outer.momentum = 0.8
+    config.outer.momentum = 0.8  # Decay of the outer momentum, in [0, 1).
 
     config.model = ConfigDict()
-    config.model.num_layers = 4
-    config.model.width = 128
+    config.model.num_layers = 4  # Blocks.
+    config.model.width = 128  # Of the residual stream.
     config.model.head_dim = 32  # Even, divides width; heads = width / head_dim.
     config.model.num_kv_heads = 0  # Divides the number of heads; 0: all of them.
     config.model.mlp_ratio = 2.75  # Hidden width of the MLP / width.

@@ -5,6 +5,8 @@ before training is checked here.
 """
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,7 +67,7 @@ def build(config: Config) -> Experiment:
         ValueError: for values that do not fit together, naming them and what would.
         FileNotFoundError: if there is no text.
     """
-    _check_counts(config)
+    _check_numbers(config)
     _set_cpu_devices(config)
     workers = Workers(config.workers.num, _mesh(config), config.workers.sequential)
     tokenizer = data.BYTES
@@ -123,10 +125,6 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
     """
     peak, warmup = config.inner.learning_rate, config.schedule.warmup_steps
     final = config.schedule.final_fraction
-    if not 0 <= warmup < config.steps:
-        raise ValueError(
-            f"schedule.warmup_steps must be in [0, steps={config.steps}), got {warmup}"
-        )
     match config.schedule.name:
         case "constant":
             after = lambda t: jnp.ones_like(t)
@@ -158,8 +156,8 @@ def inner_optimizer(
         case "muon":
             optimizer = optimizers.muon(
                 schedule,
-                beta=inner.momentum,
-                nesterov=inner.nesterov,
+                beta=inner.muon_momentum,
+                nesterov=inner.muon_nesterov,
                 weight_decay=inner.weight_decay,
                 adam_b1=inner.adam_b1,
                 adam_b2=inner.adam_b2,
@@ -175,8 +173,6 @@ def inner_optimizer(
             )
         case name:
             raise ValueError(f"inner.name must be 'muon' or 'adamw', got {name!r}")
-    if inner.clip_norm < 0:
-        raise ValueError(f"inner.clip_norm must not be negative, got {inner.clip_norm}")
     if inner.clip_norm == 0:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(inner.clip_norm), optimizer)
@@ -185,8 +181,6 @@ def inner_optimizer(
 def outer_optimizer(config: Config) -> optax.GradientTransformation:
     """The optimizer that turns delta into a step of theta."""
     outer = config.outer
-    if not 0 <= outer.momentum < 1:
-        raise ValueError(f"outer.momentum must be in [0, 1), got {outer.momentum}")
     match outer.name:
         case "nesterov":
             return optax.sgd(
@@ -198,22 +192,44 @@ def outer_optimizer(config: Config) -> optax.GradientTransformation:
             raise ValueError(f"outer.name must be 'nesterov' or 'sgd', got {name!r}")
 
 
-def _check_counts(config):
-    counts = {
-        "steps": config.steps,
-        "sync_every": config.sync_every,
-        "workers.num": config.workers.num,
-        "mesh.data": config.mesh.data,
-        "mesh.fsdp": config.mesh.fsdp,
-        "mesh.tensor": config.mesh.tensor,
-        "data.sequence_length": config.data.sequence_length,
-        "data.batch_size": config.data.batch_size,
-        "evaluation.every_rounds": config.evaluation.every_rounds,
-        "evaluation.batch_size": config.evaluation.batch_size,
-    }
-    for key, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{key} must be at least 1, got {value}")
+# Key -> what its value must be at least, and what it must be less than.
+_RANGES = {
+    "seed": (0, 2**31),
+    "steps": (1, math.inf),
+    "sync_every": (1, math.inf),
+    "workers.num": (1, math.inf),
+    "mesh.workers": (0, math.inf),
+    "mesh.data": (1, math.inf),
+    "mesh.fsdp": (1, math.inf),
+    "mesh.tensor": (1, math.inf),
+    "inner.learning_rate": (0, math.inf),
+    "inner.weight_decay": (0, math.inf),
+    "inner.muon_momentum": (0, 1),
+    "inner.adam_b1": (0, 1),
+    "inner.adam_b2": (0, 1),
+    "inner.clip_norm": (0, math.inf),
+    "schedule.warmup_steps": (0, math.inf),
+    "schedule.final_fraction": (0, math.inf),
+    "outer.learning_rate": (0, math.inf),
+    "outer.momentum": (0, 1),
+    "model.vocab_multiple": (1, math.inf),
+    "data.sequence_length": (1, math.inf),
+    "data.batch_size": (1, math.inf),
+    "evaluation.every_rounds": (1, math.inf),
+    "evaluation.batch_size": (1, math.inf),
+}
+
+
+def _check_numbers(config):
+    for key, (low, high) in _RANGES.items():
+        value = functools.reduce(getattr, key.split("."), config)
+        if not low <= value < high:
+            below = "" if high == math.inf else f" and less than {high}"
+            raise ValueError(f"{key} must be at least {low}{below}, got {value}")
+    if (warmup := config.schedule.warmup_steps) >= config.steps:
+        raise ValueError(
+            f"schedule.warmup_steps={warmup} must be less than steps={config.steps}"
+        )
     batch, num = config.data.batch_size, config.workers.num
     inside = config.mesh.data * config.mesh.fsdp
     length, chunk = config.data.sequence_length, config.model.loss_chunk
@@ -264,21 +280,33 @@ def _mesh(config):
         ]
         slices = max(fits, default=1)
     shape = {AXIS: slices, **inside}
-    if slices < 0 or slices * num_inside > available:
+    if slices * num_inside > available:
         raise ValueError(
             f"a mesh of {shape} needs {slices * num_inside} devices, but there are "
             f"{available}; lower mesh.workers, mesh.data, mesh.fsdp or mesh.tensor"
+        )
+    devices = jax.devices()[: slices * num_inside]
+    if len({device.process_index for device in devices}) < jax.process_count():
+        raise ValueError(
+            f"a mesh of {shape} takes the first {len(devices)} of {available} devices, "
+            f"which leaves some processes without any; raise mesh.workers or "
+            f"mesh.data, or start fewer processes (on CPU, set JAX_NUM_CPU_DEVICES)"
         )
     return jax.make_mesh(
         tuple(shape.values()),
         tuple(shape),
         (AxisType.Auto,) * len(shape),
-        devices=jax.devices()[: slices * num_inside],
+        devices=devices,
     )
 
 
 def _corpus(config):
     match config.data.format:
+        case "shakespeare" if config.data.path:
+            raise ValueError(
+                f"data.path={config.data.path} is given, but data.format is "
+                f"'shakespeare', which has no path; set data.format=text"
+            )
         case "shakespeare":
             return data.shakespeare()
         case "text":
@@ -291,8 +319,6 @@ def _corpus(config):
 
 def _model_config(config, tokenizer):
     multiple = config.model.vocab_multiple
-    if multiple < 1:
-        raise ValueError(f"model.vocab_multiple must be at least 1, got {multiple}")
     return model.ModelConfig(
         vocab_size=-(-tokenizer.vocab_size // multiple) * multiple,
         end_of_text=tokenizer.end_of_text,

@@ -47,8 +47,9 @@ def take(tree: PyTree, fragment: Fragment) -> PyTree:
 def put(tree: PyTree, part: PyTree, fragment: Fragment) -> PyTree:
     """Inverse of `take`: `tree` with the leaves that are in `fragment` from `part`.
 
-    >>> put({"up": 1.0, "down": 2.0}, {"up": 3.0, "down": None}, {"up": True, "down":
-    False}) {'down': 2.0, 'up': 3.0}
+    >>> part, fragment = {"up": 3.0, "down": None}, {"up": True, "down": False}
+    >>> put({"up": 1.0, "down": 2.0}, part, fragment)
+    {'down': 2.0, 'up': 3.0}
     """
 
     def leaf(which, x, new):

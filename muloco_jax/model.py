@@ -42,6 +42,8 @@ RULES = {
     "norm": None,
 }
 
+DTYPES = ("bfloat16", "float32", "float64")
+
 # Mesh axes inside a worker that the sequences of a batch are spread over.
 BATCH_AXES = ("data", "fsdp")
 
@@ -96,6 +98,13 @@ class ModelConfig:
                 f"head_dim must be even and divide width={self.width}, got "
                 f"{self.head_dim}"
             )
+        for key in ("dtype", "param_dtype"):
+            if getattr(self, key) not in DTYPES:
+                raise ValueError(
+                    f"{key} must be one of {DTYPES}, got {getattr(self, key)!r}"
+                )
+            if getattr(self, key) == "float64" and not jax.config.jax_enable_x64:
+                raise ValueError(f"{key}='float64' needs JAX_ENABLE_X64=1")
         if self.num_heads % self.kv_heads:
             raise ValueError(
                 f"num_kv_heads must divide the {self.num_heads} query heads (width / "
@@ -175,6 +184,25 @@ def rotate(x_BLNH: jax.Array, theta: float) -> jax.Array:
     return rotated.reshape(x.shape).astype(x_BLNH.dtype)
 
 
+def attend(q_BLNH, k_BLGH, v_BLGH, mask_BLL):
+    """Softmax attention; query head n reads key and value head `n G // N`.
+
+    Like `jax.nn.dot_product_attention`, whose softmax is float32 even of float64.
+    """
+    B, L, N, H = q_BLNH.shape
+    G = k_BLGH.shape[2]
+    q_BLGRH = q_BLNH.reshape(B, L, G, N // G, H)  # R query heads for each of the G.
+    scores_BGRLM = jnp.einsum(
+        "BLGRH,BMGH->BGRLM",
+        q_BLGRH,
+        k_BLGH,
+        preferred_element_type=_at_least_f32(q_BLNH.dtype),
+    )
+    scores_BGRLM = jnp.where(mask_BLL[:, None, None], scores_BGRLM * H**-0.5, -jnp.inf)
+    weights_BGRLM = jax.nn.softmax(scores_BGRLM).astype(v_BLGH.dtype)
+    return jnp.einsum("BGRLM,BMGH->BLGRH", weights_BGRLM, v_BLGH).reshape(B, L, N, H)
+
+
 class Attention(nnx.Module):
     """Causal attention within documents, with per-head norms of queries and keys."""
 
@@ -189,17 +217,16 @@ class Attention(nnx.Module):
         self.query_norm, self.key_norm = Norm(size, config), Norm(size, config)
         self.config = config
 
-    def __call__(self, x_BLD, mask):
+    def __call__(self, x_BLD, mask_BLL):
         config = self.config
         split = lambda y: y.reshape(*y.shape[:2], -1, config.head_dim)
         q_BLNH = self.query_norm(split(self.query(x_BLD)))
         k_BLGH = self.key_norm(split(self.key(x_BLD)))
-        y_BLNH = jax.nn.dot_product_attention(
+        y_BLNH = attend(
             rotate(q_BLNH, config.rope_theta),
             rotate(k_BLGH, config.rope_theta),
             split(self.value(x_BLD)),
-            mask=mask,
-            is_causal=True,
+            mask_BLL,
         )
         return self.out(y_BLNH.reshape(*x_BLD.shape[:2], -1))
 
@@ -229,8 +256,8 @@ class Block(nnx.Module):
         self.pre_mlp_norm = Norm(config.width, config)
         self.post_mlp_norm = Norm(config.width, config)
 
-    def __call__(self, x_BLD, mask):
-        y_BLD = self.attention(self.pre_attention_norm(x_BLD), mask)
+    def __call__(self, x_BLD, mask_BLL):
+        y_BLD = self.attention(self.pre_attention_norm(x_BLD), mask_BLL)
         x_BLD = x_BLD + self.post_attention_norm(y_BLD)
         y_BLD = self.mlp(self.pre_mlp_norm(x_BLD))
         return x_BLD + self.post_mlp_norm(y_BLD)
@@ -278,13 +305,13 @@ class Decoder(nnx.Module):
             # inside XLA under shard_map (jax 0.10.2 to 0.12.0): gather the table first.
             table = jax.lax.with_sharding_constraint(table, P(None, None))
         x_BLD = jnp.take(table, tokens_BL, axis=0).astype(config.dtype)
-        mask = None
-        if config.end_of_text >= 0:
-            document_BL = documents(tokens_BL, config.end_of_text)
-            mask = (document_BL[:, :, None] == document_BL[:, None, :])[:, None]
+        document_BL = documents(tokens_BL, config.end_of_text)
+        causal_LL = jnp.tri(tokens_BL.shape[1], dtype=bool)
+        mask_BLL = document_BL[:, :, None] == document_BL[:, None, :]
+        mask_BLL = mask_BLL & causal_LL[None]
 
         def block(x_BLD, block):
-            return block(x_BLD, mask)
+            return block(x_BLD, mask_BLL)
 
         layers = nnx.scan(
             nnx.remat(block) if config.remat else block,

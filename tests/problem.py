@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 import muloco_jax as mj
 
 K, H, B, VOCAB = 4, 3, 8, 16
+# The programs of the tests run for milliseconds: compiling them is what takes time.
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 NESTEROV = optax.sgd(0.7, momentum=0.6, nesterov=True)
 INNER = {"muon": mj.muon(0.02, weight_decay=0.1), "adamw": optax.adamw(0.01)}
 # Over the mesh axis "fsdp", where a test has one.
@@ -74,7 +76,7 @@ def algorithm(
         sync_every=sync_every,
         specs=SPECS if "fsdp" in mesh_.shape else None,
     )
-    return algo, jax.jit(algo.round, donate_argnums=0), mesh_
+    return algo, jax.jit(algo.round, donate_argnums=0, compiler_options=FAST), mesh_
 
 
 def train(batches_of_round, rounds=2, start=None, **variant):
@@ -84,6 +86,10 @@ def train(batches_of_round, rounds=2, start=None, **variant):
     for r in range(rounds):
         state, metrics = round_(state, place(batches_of_round(r), mesh_))
     return state, metrics
+
+
+# numpy's default relative tolerance of 1e-7 would hide float32 inside of float64.
+assert_near = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12)
 
 
 def assert_close(actual, expected, atol=1e-12):

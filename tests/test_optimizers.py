@@ -9,6 +9,7 @@ import optax
 import pytest
 from golden import MUON
 from optax.contrib import MuonDimensionNumbers
+from problem import assert_near
 from test_newton_schulz import wave
 
 import muloco_jax as mj
@@ -66,8 +67,8 @@ def test_the_sides_may_have_rates_and_decays_of_their_own():
         adam_weight_decay=0.2,
     )
     updates, _ = muon.update(zeros, muon.init(params), params)
-    np.testing.assert_allclose(updates["kernel"], -0.1 * 0.5 * jnp.eye(2))
-    np.testing.assert_allclose(updates["bias"], [-0.01 * 0.2] * 2)
+    assert_near(updates["kernel"], -0.1 * 0.5 * jnp.eye(2))
+    assert_near(updates["bias"], [-0.01 * 0.2] * 2)
 
 
 def test_masked_parameters_do_not_decay():
@@ -76,7 +77,7 @@ def test_masked_parameters_do_not_decay():
     mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     muon = mj.muon(0.1, weight_decay=0.5, weight_decay_mask=mask)
     updates, _ = muon.update(zeros, muon.init(params), params)
-    np.testing.assert_allclose(updates["kernel"], -0.05 * jnp.eye(2))
+    assert_near(updates["kernel"], -0.05 * jnp.eye(2))
     np.testing.assert_array_equal(updates["bias"], jnp.zeros(2))
 
 
@@ -95,9 +96,7 @@ def test_a_stack_of_layers_is_its_layers_one_by_one():
     updates, _ = _update(mj.muon(1.0), grads)
     for layer in range(3):
         alone, _ = _update(mj.muon(1.0), {"up": stack[layer]})
-        np.testing.assert_allclose(
-            updates["blocks"]["up"][layer], alone["up"], atol=1e-12
-        )
+        assert_near(updates["blocks"]["up"][layer], alone["up"], atol=1e-12)
 
 
 def test_dimension_numbers_say_where_the_matrix_is():
@@ -108,9 +107,7 @@ def test_dimension_numbers_say_where_the_matrix_is():
         mj.muon(1.0, muon_weight_dimension_numbers=numbers), {"kernel": kernel}
     )
     plain, _ = _update(mj.muon(1.0), {"kernel": kernel.reshape(6, 8)})
-    np.testing.assert_allclose(
-        fused["kernel"].reshape(6, 8), plain["kernel"], atol=1e-12
-    )
+    assert_near(fused["kernel"].reshape(6, 8), plain["kernel"], atol=1e-12)
 
 
 def test_the_layout_of_pytorch_is_the_transpose():
@@ -119,7 +116,7 @@ def test_the_layout_of_pytorch_is_the_transpose():
     optimizer = mj.muon(1.0, muon_weight_dimension_numbers=numbers)
     torch_like, _ = _update(optimizer, {"weight": kernel.T})
     flax_like, _ = _update(mj.muon(1.0), {"kernel": kernel})
-    np.testing.assert_allclose(torch_like["weight"].T, flax_like["kernel"], atol=1e-12)
+    assert_near(torch_like["weight"].T, flax_like["kernel"])
 
 
 def test_a_leaf_that_no_rule_covers_is_named():
@@ -185,7 +182,7 @@ def test_the_learning_rate_may_be_a_schedule():
     for expected in (1.0, 0.5):
         updates, state = optimizer.update(grads, state, grads)
         first = updates["kernel"] if first is None else first
-        np.testing.assert_allclose(updates["kernel"], expected * first)
+        assert_near(updates["kernel"], expected * first)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -10,14 +10,12 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from problem import NESTEROV, mesh
+from problem import FAST, NESTEROV, mesh
 
 import muloco_jax as mj
 from muloco_jax import model
 
 K, H, B, L = 4, 2, 4, 8
-# The code of the CPU is not looked at, so it need not be good.
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 CONFIG = model.ModelConfig(
     vocab_size=16, num_layers=2, width=16, head_dim=8, num_kv_heads=2, mlp_ratio=2.5,
     end_of_text=0, remat=True, loss_chunk=4,

@@ -1,0 +1,78 @@
+"""Every configuration builds, and every key is read."""
+
+import importlib
+import pathlib
+
+import pytest
+from ml_collections import ConfigDict
+
+from configs import default
+from muloco_jax import experiment
+
+FOLDER = pathlib.Path(default.__file__).parent
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+def load(name):
+    return importlib.import_module(f"configs.{name}").get_config()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_configuration_is_locked_and_has_the_keys_of_the_default(name):
+    config = load(name)
+    assert config.is_locked
+    assert dict(keys(config)).keys() == dict(keys(default.get_config())).keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_configuration_builds(name):
+    experiment.build(load(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_configuration_says_how_it_is_run(name):
+    text = importlib.import_module(f"configs.{name}").__doc__
+    assert "python run.py" in text
+
+
+def keys(config, prefix=""):
+    for key, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def test_no_value_is_none_and_every_key_has_a_comment():
+    source = pathlib.Path(default.__file__).read_text().splitlines()
+    for key, value in keys(default.get_config()):
+        assert value is not None, key
+        (line,) = (i for i, text in enumerate(source) if f"config.{key} = " in text)
+        assert "#" in source[line] or source[line - 1].strip().startswith("#"), key
+
+
+class Watched:
+    """A configuration that remembers which keys were read."""
+
+    def __init__(self, config, read, prefix=""):
+        self._config, self._read, self._prefix = config, read, prefix
+
+    def __getattr__(self, key):
+        value = self._config[key]
+        if isinstance(value, ConfigDict):
+            return Watched(value, self._read, f"{self._prefix}{key}.")
+        self._read.add(f"{self._prefix}{key}")
+        return value
+
+    __getitem__ = __getattr__
+
+
+def test_every_key_is_read(tmp_path):
+    read = set()
+    (tmp_path / "text.txt").write_text("a" * 10_000)
+    for name in ("shakespeare", "text"):
+        config = default.get_config()
+        config.data.format = name
+        config.data.path = "" if name == "shakespeare" else str(tmp_path)
+        experiment.build(Watched(config, read))
+    assert read == dict(keys(default.get_config())).keys()

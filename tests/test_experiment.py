@@ -1,0 +1,219 @@
+"""Configurations become values, and what does not hold together says so."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problem import assert_near
+
+from configs import default
+from muloco_jax import experiment
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A small one, with text of its own."""
+    (tmp_path / "text.txt").write_text(
+        "to be or not to be, that is the question. " * 40
+    )
+    config = default.get_config()
+    config.update_from_flattened_dict(
+        {
+            "steps": 4,
+            "sync_every": 2,
+            "schedule.warmup_steps": 1,
+            "model.width": 16,
+            "model.head_dim": 8,
+            "model.num_layers": 1,
+            "model.mlp_ratio": 2.0,
+            "data.format": "text",
+            "data.path": str(tmp_path / "text.txt"),
+            "data.cache": str(tmp_path),
+            "data.sequence_length": 16,
+            "data.batch_size": 8,
+            "evaluation.batch_size": 3,
+        }
+    )
+    return config
+
+
+def test_the_schedule_is_the_papers():
+    """T = 8161 and W = 500 of the authors' code, whose values these are."""
+    config = default.get_config()
+    config.steps, config.schedule.warmup_steps = 8161, 500
+    config.inner.learning_rate = 1.0
+    schedule = experiment.learning_rate_schedule(config)
+    expected = {0: 0.002, 499: 1, 500: 1, 501: 0.99999996, 4330: 0.55009227}
+    for step, value in (expected | {8160: 0.10000004}).items():
+        assert float(schedule(step)) == pytest.approx(value, abs=1e-7)
+
+
+def test_a_constant_schedule_only_warms_up():
+    config = default.get_config()
+    config.schedule.name, config.schedule.warmup_steps = "constant", 4
+    config.inner.learning_rate = 0.8
+    rates = jax.vmap(experiment.learning_rate_schedule(config))(jnp.arange(6))
+    assert_near(rates, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8], atol=1e-7)
+
+
+def test_no_warmup_starts_at_the_peak():
+    config = default.get_config()
+    config.schedule.warmup_steps = 0
+    assert float(experiment.learning_rate_schedule(config)(0)) == pytest.approx(0.03)
+
+
+def test_adamw_inside_is_diloco():
+    """One step of AdamW on a unit gradient moves by the learning rate of that step."""
+    config = default.get_config()
+    config.inner.name, config.inner.clip_norm = "adamw", 0.0
+    optimizer = experiment.inner_optimizer(config, optax.constant_schedule(0.5))
+    params = {"up": jnp.zeros((2, 2))}
+    updates, _ = optimizer.update({"up": jnp.eye(2)}, optimizer.init(params), params)
+    assert_near(updates["up"], -0.5 * np.eye(2), atol=1e-7)
+
+
+def test_gradients_are_clipped_before_the_optimizer():
+    config = default.get_config()
+    config.inner.name, config.inner.clip_norm = "adamw", 1e-3
+    config.inner.adam_eps = 1.0  # So that the size of the gradient matters.
+    optimizer = experiment.inner_optimizer(config, optax.constant_schedule(1.0))
+    params = {"up": jnp.zeros(1)}
+    updates, _ = optimizer.update({"up": jnp.ones(1)}, optimizer.init(params), params)
+    assert_near(updates["up"], [-1e-3 / 1.001], atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name, first, second", [("nesterov", 1.5, 1.75), ("sgd", 1, 1.5)]
+)
+def test_the_outer_optimizers_by_hand(name, first, second):
+    """Momentum 0.5 and a constant delta: b = 1, 1.5; delta + 0.5 b, or b itself."""
+    config = default.get_config()
+    config.outer.name, config.outer.momentum, config.outer.learning_rate = (
+        name,
+        0.5,
+        2.0,
+    )
+    optimizer, state = experiment.outer_optimizer(config), None
+    state = optimizer.init(jnp.zeros(()))
+    for expected in (first, second):
+        updates, state = optimizer.update(jnp.ones(()), state)
+        assert_near(updates, -2.0 * expected)
+
+
+def test_building_takes_devices_for_each_worker(config):
+    built = experiment.build(config)
+    assert dict(built.workers.mesh.shape) == {"workers": 4}
+    config.mesh.data = 2
+    assert dict(experiment.build(config).workers.mesh.shape) == {
+        "workers": 4,
+        "data": 2,
+    }
+    config.mesh.tensor, config.model.vocab_multiple = 2, 2
+    mesh = experiment.build(config).workers.mesh
+    assert dict(mesh.shape) == {"workers": 2, "data": 2, "tensor": 2}
+
+
+def test_batches_are_placed_over_workers_and_data(config):
+    config.mesh.data = 2
+    built = experiment.build(config)
+    batch = built.batches(8)
+    assert batch.shape == (4, 2, 2, 17)
+    assert {s.data.shape for s in batch.addressable_shards} == {(1, 2, 1, 17)}
+    config.mesh.data = 1
+    np.testing.assert_array_equal(batch, experiment.build(config).batches(8))
+
+
+def test_counts_are_those_of_the_parts(config):
+    built = experiment.build(config)
+    params = built.init()
+    assert built.num_params == sum(x.size for x in jax.tree.leaves(params))
+    assert built.wire_bytes == 2 * 3 * 4 * built.num_params // 4
+    assert (built.rounds, built.examples_per_round) == (2, 16)
+    assert built.tokens_per_round == 16 * 16
+    assert_near(built.learning_rates[:2], [0.03, 0.03], atol=1e-7)
+    assert len(built.learning_rates) == 4
+
+
+@pytest.mark.parametrize("inside", [{}, {"data": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_evaluation_is_the_mean_over_all_held_out_tokens(config, inside):
+    """By the sum over windows, one by one; padding and the mesh change nothing."""
+    from muloco_jax import data, model
+
+    for axis, size in inside.items():
+        config.mesh[axis] = size
+    config.model.vocab_multiple = 2  # 257 is odd.
+    built = experiment.build(config)
+    params = built.init()
+    tokens = data.tokenize(
+        data.text_files(config.data.path, config.data.held_out),
+        data.BYTES,
+        config.data.cache,
+    )
+    sizes = model.ModelConfig(
+        258, 1, 16, 8, mlp_ratio=2.0, end_of_text=data.BYTES.end_of_text
+    )
+    losses = model.token_losses(sizes)
+    host = jax.device_get(params)
+    held_out = np.asarray(tokens.held_out, np.int32)
+    total = 0.0
+    for start in range(0, len(held_out) - 1, 16):
+        window = held_out[start : start + 17]
+        total += float(losses(host, jnp.asarray(window)[None])[0].sum())
+    expected = total / (len(held_out) - 1)
+    assert built.held_out_tokens == len(held_out) - 1 == 84
+    assert float(built.evaluate(params)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("steps", 0, "steps must be at least 1, got 0"),
+        ("steps", 5, "steps=5 is not a multiple of sync_every=2; .* 4 or 6"),
+        ("workers.num", 0, "workers.num must be at least 1, got 0"),
+        (
+            "data.batch_size",
+            9,
+            "batch_size=9 is not a multiple of workers.num=4; .* 8 or 12",
+        ),
+        ("data.batch_size", 2, "batch_size=2 is not a multiple .* nearest that is: 4"),
+        ("mesh.workers", 3, "4 workers do not divide evenly over .* size 1, 2, 4"),
+        ("mesh.workers", 16, "needs 16 devices, but there are 8; lower mesh.workers"),
+        ("mesh.tensor", 16, "needs 16 devices, but there are 8"),
+        ("mesh.tensor", 2, "'tensor' of size 2 does not divide embed/embedding"),
+        ("inner.name", "lion", "inner.name must be 'muon' or 'adamw', got 'lion'"),
+        (
+            "inner.learning_rate",
+            -1.0,
+            "inner.learning_rate must be at least 0, got -1.0",
+        ),
+        (
+            "inner.muon_momentum",
+            1.0,
+            "muon_momentum must be at least 0 and less than 1",
+        ),
+        ("outer.name", "adam", "outer.name must be 'nesterov' or 'sgd', got 'adam'"),
+        ("outer.momentum", 1.0, "outer.momentum must be .* less than 1, got 1.0"),
+        ("schedule.name", "linear", "schedule.name must be 'cosine' or 'constant'"),
+        ("schedule.warmup_steps", 4, "warmup_steps=4 must be less than steps=4"),
+        ("model.num_layers", 0, "num_layers must be positive, got 0"),
+        (
+            "model.loss_chunk",
+            5,
+            "sequence_length=16 is not a multiple of model.loss_chunk=5",
+        ),
+        (
+            "data.format",
+            "csv",
+            "data.format must be 'shakespeare' or 'text', got 'csv'",
+        ),
+        ("data.format", "shakespeare", "'shakespeare', which has no path"),
+        ("data.path", "nowhere.txt", "no file matches nowhere.txt"),
+        ("data.sequence_length", 4096, "0 examples of data.sequence_length=4096"),
+        ("seed", -1, "seed must be at least 0 and less than 2147483648, got -1"),
+    ],
+)
+def test_what_does_not_hold_together_says_what_would(config, key, value, message):
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        experiment.build(config)

@@ -1,0 +1,112 @@
+"""What is measured: numbers by hand, and files that strict parsers read."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from muloco_jax import metrics
+
+
+def measured(loss=((1.0, 2.0), (3.0, 6.0)), grad_norm=((1.0, 1.0), (3.0, 5.0))):
+    """Two workers, two steps; two fragments whose norms make right triangles."""
+    return {
+        "loss": np.array(loss),
+        "grad_norm": np.array(grad_norm),
+        "delta_k_norm": np.array([[3.0, 4.0], [5.0, 12.0]]),
+        "delta_norm": np.array([6.0, 8.0]),
+        "update_norm": np.array([0.0, 2.0]),
+    }
+
+
+def test_rows_of_steps_by_hand():
+    first, second = metrics.inner_rows(measured(), 10, np.array([0.5, 0.25]))
+    assert first == {
+        "event": "step",
+        "step": 11,
+        "loss": 2.0,
+        "loss_min": 1.0,
+        "loss_max": 3.0,
+        "loss_per_worker": [1.0, 3.0],
+        "grad_norm": 2.0,
+        "grad_norm_max": 3.0,
+        "learning_rate": 0.5,
+    }
+    assert (second["step"], second["loss"], second["learning_rate"]) == (12, 4.0, 0.25)
+
+
+def test_the_row_of_a_round_by_hand():
+    """Pooled: delta_k 5 and 13, delta 10, so 4 * 100 - 25 - 169 over 2 * 65."""
+    row = metrics.round_row(measured(), {"round": 3})
+    assert row == {
+        "event": "round",
+        "round": 3,
+        "loss": 3.0,
+        "delta_norm": 10.0,
+        "delta_k_norm": 9.0,
+        "worker_cosine": pytest.approx(206 / 130),
+        "update_norm": 2.0,
+    }
+
+
+@pytest.mark.parametrize("num", [2, 3, 7])
+def test_the_cosine_of_workers_is_that_of_all_pairs(num):
+    """Of vectors of one norm the plain mean, of others that weighted by their norms."""
+    random = np.random.default_rng(num)
+    deltas = random.standard_normal((num, 20))
+    for vectors in (deltas / np.linalg.norm(deltas, axis=1, keepdims=True), deltas):
+        norms = np.linalg.norm(vectors, axis=1)
+        pairs = ~np.eye(num, dtype=bool)
+        cosines = (vectors @ vectors.T / np.outer(norms, norms))[pairs]
+        expected = np.average(cosines, weights=np.outer(norms, norms)[pairs])
+        mean = np.linalg.norm(vectors.mean(0))
+        assert metrics.worker_cosine(norms, mean) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("norms", [[2.0], [0.0, 0.0]])
+def test_without_two_deltas_there_is_no_cosine(norms):
+    assert math.isnan(metrics.worker_cosine(np.array(norms), 1.0))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("key", ["loss", "grad_norm"])
+def test_a_run_that_diverged_is_stopped_at_its_first_step_and_worker(key, bad):
+    values = ((1.0, 2.0, bad), (1.0, bad, bad), (1.0, 2.0, bad))
+    with pytest.raises(metrics.DivergedError, match=f"{key} of worker 1 .* step 32"):
+        metrics.check_finite(measured() | {key: np.array(values)}, step=30)
+
+
+def test_finite_numbers_pass():
+    metrics.check_finite(measured(), step=0)
+
+
+def test_a_file_of_rows_is_strict_json(tmp_path):
+    file = metrics.JsonLines(tmp_path / "rows.jsonl")
+    file.write([{"a": math.nan, "b": [1.5, math.inf]}, {"a": 1}])
+    text = (tmp_path / "rows.jsonl").read_text()  # Before it is closed.
+    file.close()
+    refuse = lambda constant: pytest.fail(f"{constant} is no JSON")
+    rows = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    assert rows == [{"a": None, "b": [1.5, None]}, {"a": 1}]
+
+
+def test_a_progress_line_says_when_theta_was_evaluated():
+    row = {"round": 5, "step": 50, "loss": 2.0, "tokens_per_second": 100.0}
+    line = metrics.progress_text(row | {"eval_loss": 1.5}, 10, 3661)
+    assert (
+        line
+        == "round  5/10  step 50  loss 2.000  eval 1.500  0.1k tokens/s  61:01 left"
+    )
+
+
+def test_the_clock_leaves_out_what_lies_between_rounds(monkeypatch):
+    now = iter([0.0, 10.0, 13.0, 15.0, 20.0, 24.0])
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
+    clock = metrics.Clock()  # At 0.
+    assert clock.end() == 10.0  # The first round, which compiles.
+    clock.begin()  # At 13, after an evaluation.
+    assert clock.end() == 2.0
+    assert clock.end() == 5.0
+    assert clock.typical() == 3.5
+    assert clock.total() == 24.0

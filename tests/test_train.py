@@ -1,0 +1,195 @@
+"""The trainer and its command line, on a small model."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import portpicker
+import pytest
+
+from configs import default
+from muloco_jax import experiment, metrics, train
+
+ROOT = pathlib.Path(__file__).parent.parent
+SMALL = {
+    "steps": 6,
+    "sync_every": 2,
+    "schedule.warmup_steps": 1,
+    "model.width": 16,
+    "model.head_dim": 8,
+    "model.num_layers": 1,
+    "model.mlp_ratio": 2.0,
+    "data.format": "text",
+    "data.sequence_length": 16,
+    "data.batch_size": 8,
+    "evaluation.every_rounds": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "text.txt").write_text("to be or not to be, that is the question. " * 40)
+    return folder
+
+
+def settings(folder, **others):
+    data = {"data.path": str(folder / "text.txt"), "data.cache": str(folder)}
+    return SMALL | data | others
+
+
+def run_in_process(folder, workdir, **others):
+    config = default.get_config()
+    config.update_from_flattened_dict(settings(folder, **others))
+    return config, train.train(config, experiment.build(config), str(workdir))
+
+
+def command(*arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, "run.py", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process, timeout=240):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def flags(values):
+    return [f"--config.{key}={value}" for key, value in values.items()]
+
+
+def rows(workdir, event):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [row for line in lines if (row := json.loads(line))["event"] == event]
+
+
+@pytest.fixture(scope="module")
+def ran(folder):
+    workdir = folder / "run"
+    config, summary = run_in_process(folder, workdir)
+    return config, summary, workdir
+
+
+def test_a_run_leaves_its_configuration_metrics_and_summary(ran):
+    config, summary, workdir = ran
+    assert json.loads((workdir / "config.json").read_text()) == config.to_dict()
+    assert json.loads((workdir / "summary.json").read_text()) == summary
+    assert [row["step"] for row in rows(workdir, "step")] == [1, 2, 3, 4, 5, 6]
+    rounds = rows(workdir, "round")
+    assert [row["step"] for row in rounds] == [2, 4, 6]
+    assert ["eval_loss" in row for row in rounds] == [False, True, True]
+    assert summary["eval_loss"] == rounds[-1]["eval_loss"]
+    assert summary["tokens"] == 6 * 8 * 16
+    assert summary["step"] == 6
+    assert summary["wire_bytes_per_worker"] == 3 * (
+        2 * 3 * 4 * summary["num_params"] // 4
+    )
+
+
+def test_the_trainer_does_what_the_algorithm_does(ran):
+    """The same rounds by the library alone give the same losses and the same theta."""
+    config, summary, workdir = ran
+    built = experiment.build(config)
+    state, losses = built.algorithm.init(built.init()), []
+    step_round = jax.jit(built.algorithm.round)
+    for r in range(3):
+        state, measured = step_round(state, built.batches(r * 16))
+        losses.append(np.asarray(measured["loss"]))
+    expected = np.concatenate(losses, axis=1).T.tolist()
+    assert [row["loss_per_worker"] for row in rows(workdir, "step")] == expected
+    assert float(built.evaluate(state.params)) == summary["eval_loss"]
+    nats = summary["eval_loss"] * built.held_out_tokens
+    bits = nats / np.log(2) / built.held_out_bytes
+    assert summary["bits_per_byte"] == pytest.approx(bits)
+
+
+def test_a_workdir_that_holds_a_run_or_is_a_file_is_refused(ran, folder):
+    _, _, workdir = ran
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        run_in_process(folder, workdir)
+    with pytest.raises(FileExistsError, match="is a file"):
+        run_in_process(folder, folder / "text.txt")
+
+
+def test_a_run_that_diverges_stops_and_leaves_no_summary(folder):
+    rates = {"inner.learning_rate": 1e30, "outer.learning_rate": 1e30}
+    with pytest.raises(metrics.DivergedError, match=r"of worker \d became .* at step"):
+        run_in_process(folder, folder / "diverged", **rates)
+    assert not (folder / "diverged" / "summary.json").exists()
+    assert (folder / "diverged" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(folder):
+    """Each owns half of the devices; the numbers differ by the order of sums."""
+    port = portpicker.pick_unused_port()
+    both = ["--distributed", f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
+    arguments = flags(settings(folder, **{"mesh.data": 2, "workers.num": 2}))
+    alone = command(*arguments, f"--workdir={folder / 'alone'}")
+    code, out, err = finish(alone)
+    assert (code, err) == (0, ""), err
+    processes = [
+        command(
+            *arguments,
+            *both,
+            f"--process_id={i}",
+            f"--workdir={folder / 'both'}",
+            JAX_NUM_CPU_DEVICES="2",
+        )
+        for i in range(2)
+    ]
+    results = [finish(process) for process in processes]
+    assert [code for code, _, _ in results] == [0, 0], results
+    spoken = [line for line in results[1][1].splitlines() if "Gloo" not in line]
+    assert spoken == []  # Only process 0 speaks, besides the transport.
+    one, two = (
+        json.loads((folder / w / "summary.json").read_text()) for w in ("alone", "both")
+    )
+    assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+    for a, b in zip(
+        rows(folder / "alone", "step"), rows(folder / "both", "step"), strict=True
+    ):
+        assert b["loss_per_worker"] == pytest.approx(a["loss_per_worker"], rel=1e-5)
+    lines = out.splitlines()
+    assert (
+        sum(line.startswith("round ") for line in lines) == 4
+    )  # A plan, three rounds.
+    assert lines[-1].startswith("eval_loss ")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--config.stepz=3"], 'unknown key --config.*Did you mean "steps"'),
+        (["--config=no/such.py"], "there is no config file no/such.py"),
+        (["--config.steps=many"], "--config.steps=many: invalid literal for int"),
+        (["--workdr=x"], "Unknown command line flag 'workdr'. Did you mean: workdir"),
+        (["tiny"], "unexpected argument 'tiny'"),
+        (["--process_id=1"], "process_id without --distributed has no effect"),
+        (["--config.steps=70"], "steps=70 is not a multiple of sync_every=30"),
+        (["--config.data.path=x"], "set data.format=text"),
+    ],
+)
+def test_a_bad_command_line_is_answered_in_one_line(arguments, message):
+    code, out, err = finish(command(*arguments))
+    assert (code, out) == (1, "")
+    assert err.startswith("run.py: ")
+    assert len(err.splitlines()) == 1
+    assert re.search(message, err), err
+
+
+def test_help_says_how_to_run():
+    code, out, err = finish(command("--help"))
+    assert (code, err) == (0, "")
+    assert "python run.py" in out
