@@ -35,13 +35,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from muloco_jax import compress
 from muloco_jax import fragments as fragments_lib
 from muloco_jax.fragments import Segment
-from muloco_jax.workers import AXIS, Workers, wide
+from muloco_jax.workers import AXIS, Workers, optimizer_specs, stacked, wide
 
 PyTree = Any
 Loss = Callable[[PyTree, Any], jax.Array | tuple[jax.Array, dict[str, jax.Array]]]
@@ -124,10 +123,10 @@ def diloco(
     """Builds the algorithm from its parts.
 
     Args:
-        loss: `(params, batch)` -> scalar, or `(scalar, dict of scalars)`, of one
-        worker.
+        loss: `(params, batch)` -> scalar, or `(scalar, dict of scalars)`, of a worker.
         inner: inner optimizer: `muon(...)` for MuLoCo, `optax.adamw(...)` for DiLoCo.
-            Clipping goes in front of it, and so is per worker.
+            Clipping goes in front of it, and so is per worker. If it takes extra
+            arguments, it gets `value` and `grad`.
         outer: outer optimizer, fed with `delta`.
         workers: how many workers, and where.
         sync_every: inner steps per round, H.
@@ -136,70 +135,81 @@ def diloco(
             the end of the round.
         delay: inner steps between sending a fragment and receiving it (tau of Streaming
             DiLoCo).
-        keep_local: share of theta_k that a worker keeps when it receives theta (alpha
-        of
+        keep_local: share of theta_k that a worker keeps on receiving theta (alpha of
             Streaming DiLoCo), in [0, 1]. At 0 all workers restart from theta.
         specs: partition specs of the parameters over the mesh axes inside a worker, a
             tree like them; by default they are replicated there.
 
     Raises:
-        ValueError: if the parts do not fit together; batches of a wrong shape raise
-        when
-            they are traced.
+        ValueError: if the parts do not fit together. Batches of a wrong shape, and
+            specs unlike the parameters, raise when they are first seen.
     """
     if not 0 <= keep_local <= 1:
         raise ValueError(f"keep_local must be in [0, 1], got {keep_local}")
-    inside = set(workers.mesh.axis_names) - {AXIS}
-    for spec in jax.tree.leaves(specs):
-        if unknown := {axis for entry in spec for axis in _axes(entry)} - inside:
-            raise ValueError(
-                f"specs may name the mesh axes inside a worker, {sorted(inside)}; "
-                f"{spec} names {sorted(unknown)}"
-            )
+    workers.check_specs(specs)
     num = 1 if fragments is None else len(fragments)
     schedule = fragments_lib.schedule(sync_every, num, delay)
     reduce = reduce or compress.reducer(compress.all_reduce_mean(workers))
-    layout = _Layout(workers, inner, outer, reduce, specs)
+    inner = optax.with_extra_args_support(inner)
 
     def fragments_of(params):
         return fragments_lib.whole(params) if fragments is None else fragments
 
+    def specs_of(params):
+        if specs is None:
+            return jax.tree.map(lambda _: P(), params)
+        expected, found = map(jax.tree.structure, (params, specs))
+        if expected != found:
+            raise ValueError(
+                f"specs must be a tree like the parameters, {expected}; got {found}"
+            )
+        return specs
+
+    def part_specs(params, part):  # Layers are never sharded, so taking some is fine.
+        take = lambda which, spec: None if which is False else spec
+        return jax.tree.map(take, part, specs_of(params))
+
+    def shardings(state):
+        theta, own = state.params, state.workers
+        outer_specs, reduce_specs = [], []
+        for part, outer_state in zip(
+            fragments_of(theta), state.outer_state, strict=True
+        ):
+            spec = part_specs(theta, part)
+            of_part = fragments_lib.take(theta, part)
+            outer_specs.append(optimizer_specs(outer, outer_state, of_part, spec))
+            reduce_specs.append(reduce.specs(spec))
+        spec = specs_of(theta)
+        opt_specs = optimizer_specs(inner, own.opt_state, theta, spec, P(AXIS))
+        return workers.shardings(
+            DiLoCoState(
+                params=spec,
+                outer_state=tuple(outer_specs),
+                workers=WorkerState(stacked(spec), opt_specs, tuple(reduce_specs)),
+                step=P(),  # type: ignore[arg-type]
+            )
+        )
+
     def constrain(state):
         return jax.lax.with_sharding_constraint(state, shardings(state))
 
-    def shardings(state):
-        return layout.shardings(state, fragments_of(state.params))
-
     @jax.jit
     def init(params):
-        parts = fragments_of(params)
-        stack = lambda x: jnp.broadcast_to(x, (workers.num, *jnp.shape(x)))
-        reduce_state = []
-        for part in parts:
-            deltas = jax.tree.map(
-                stack, jax.tree.map(wide, fragments_lib.take(params, part))
-            )
-            part_specs = layout.part_specs(params, part)
-            join = workers.join(
-                reduce.init, (_stacked(part_specs),), reduce.specs(part_specs)
-            )
-            reduce_state.append(join(deltas))
-        theta = jax.tree.map(jnp.asarray, params)
-        outer_params = [
-            jax.tree.map(wide, fragments_lib.take(theta, part)) for part in parts
-        ]
-        return constrain(
-            DiLoCoState(
-                params=theta,
-                outer_state=tuple(map(outer.init, outer_params)),
-                workers=WorkerState(
-                    params=jax.tree.map(stack, theta),
-                    opt_state=jax.tree.map(stack, inner.init(theta)),
-                    reduce_state=tuple(reduce_state),
-                ),
-                step=jnp.zeros([], jnp.int32),
-            )
+        stack = lambda x: jnp.broadcast_to(x, (workers.num, *x.shape))
+        outer_state, reduce_state = [], []
+        for part in fragments_of(params):
+            theta = jax.tree.map(wide, fragments_lib.take(params, part))
+            outer_state.append(outer.init(theta))
+            spec = part_specs(params, part)
+            join = workers.join(reduce.init, (stacked(spec),), reduce.specs(spec))
+            reduce_state.append(join(jax.tree.map(stack, theta)))
+        own = WorkerState(
+            params=jax.tree.map(stack, params),
+            opt_state=jax.tree.map(stack, inner.init(params)),
+            reduce_state=tuple(reduce_state),
         )
+        step = jnp.zeros([], jnp.int32)
+        return constrain(DiLoCoState(params, tuple(outer_state), own, step))
 
     def inner_steps(state, batches):
         steps = _check_batches(batches, workers.num)
@@ -210,7 +220,9 @@ def diloco(
                 params, batch
             )
             measured = {"loss": value, "grad_norm": optax.tree.norm(grads), **extra}
-            updates, opt_state = inner.update(grads, opt_state, params)
+            updates, opt_state = inner.update(
+                grads, opt_state, params, value=value, grad=grads
+            )
             return (optax.apply_updates(params, updates), opt_state), measured
 
         def run(params, opt_state, batches):
@@ -236,12 +248,12 @@ def diloco(
 
     def send(state, i):
         part = fragments_of(state.params)[i]
-        part_specs = layout.part_specs(state.params, part)
-        memory_specs = reduce.specs(part_specs)
+        spec = part_specs(state.params, part)
+        memory_spec = reduce.specs(spec)
         join = workers.join(
             reduce.update,
-            in_specs=(_stacked(part_specs), memory_specs),
-            out_specs=(part_specs, memory_specs),
+            in_specs=(stacked(spec), memory_spec),
+            out_specs=(spec, memory_spec),
         )
         memories = list(state.workers.reduce_state)
         delta, memories[i] = join(deltas(state, part), memories[i])
@@ -296,99 +308,14 @@ def diloco(
             if (i := segment.receive) is not None:
                 old = state.params
                 state = receive(state, in_flight.pop(i), i)
-                update = jax.tree.map(jnp.subtract, state.params, old)
+                moved = lambda new, old: wide(new) - wide(old)
+                update = jax.tree.map(moved, state.params, old)
                 norms["update_norm"].append(optax.tree.norm(update))
         metrics = jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=1), *stretches)
         metrics |= {name: jnp.stack(values, axis=-1) for name, values in norms.items()}
         return state, metrics
 
     return DiLoCo(init, inner_steps, send, receive, round_, schedule, shardings)
-
-
-class _Layout(NamedTuple):
-    """Where the leaves of the state live: `AXES` joined with the parameters' specs."""
-
-    workers: Workers
-    inner: optax.GradientTransformation
-    outer: optax.GradientTransformation
-    reduce: compress.Reducer
-    specs: PyTree | None
-
-    def param_specs(self, params):
-        if self.specs is None:
-            return jax.tree.map(lambda _: P(), params)
-        expected, found = map(jax.tree.structure, (params, self.specs))
-        if expected != found:
-            raise ValueError(
-                f"specs must be a tree like the parameters, {expected}; got {found}"
-            )
-        return self.specs
-
-    def part_specs(self, params, part):
-        """Specs of a fragment; layers are never sharded, so taking some is harmless."""
-        take = lambda which, spec: None if which is False else spec
-        return jax.tree.map(take, part, self.param_specs(params))
-
-    def shardings(self, state, parts):
-        specs = self.param_specs(state.params)
-        outer_specs, reduce_specs = [], []
-        for part, outer_state in zip(parts, state.outer_state, strict=True):
-            part_specs = self.part_specs(state.params, part)
-            theta = fragments_lib.take(state.params, part)
-            outer_specs.append(
-                _state_specs(self.outer, outer_state, theta, part_specs, P())
-            )
-            reduce_specs.append(self.reduce.specs(part_specs))
-        own = state.workers
-        inner_specs = _state_specs(
-            self.inner, own.opt_state, state.params, specs, P(AXIS)
-        )
-        tree = DiLoCoState(
-            params=specs,
-            outer_state=tuple(outer_specs),
-            workers=WorkerState(_stacked(specs), inner_specs, tuple(reduce_specs)),
-            step=P(),  # type: ignore[arg-type]
-        )
-        place = lambda spec: NamedSharding(self.workers.mesh, spec)
-        return jax.tree.map(place, tree, is_leaf=_is_spec)
-
-
-def _axes(entry):
-    """The mesh axes in an entry of a partition spec."""
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-
-
-def _is_spec(x):
-    return isinstance(x, P)
-
-
-def _stacked(specs):
-    """Specs of leaves `[K, ...]` from those of leaves `[...]`."""
-    return jax.tree.map(lambda s: P(AXIS, *s), specs, is_leaf=_is_spec)
-
-
-def _state_specs(optimizer, state, params, specs, prefix):
-    """Specs of an optimizer's state: leaves like a parameter inherit its spec.
-
-    In front of the axes of a parameter, leaves have those of `prefix`: the workers'
-    axis if they are stacked, else none.
-    """
-
-    def inherit(leaf, spec, param):
-        if isinstance(leaf, optax.MaskedNode):
-            return leaf
-        like_param = leaf.shape[len(prefix) :] == param.shape
-        return P(*prefix, *spec) if like_param else prefix
-
-    return optax.tree.map_params(
-        optimizer,
-        inherit,
-        state,
-        specs,
-        params,
-        transform_non_params=lambda _: prefix,
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-    )
 
 
 def _with_extra(loss):

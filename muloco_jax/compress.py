@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from muloco_jax.workers import AXIS, Workers
+from muloco_jax.workers import Workers, stacked
 
 PyTree = Any
 
@@ -113,9 +113,6 @@ def reducer(mean: Mean, error_decay: float = 0.0) -> Reducer:
         average, sent = mean.update(asked)
         return average, ErrorFeedbackState(jax.tree.map(jnp.subtract, asked, sent))
 
-    def specs(specs):
-        is_spec = lambda s: isinstance(s, jax.P)
-        stacked = lambda s: jax.P(AXIS, *s)
-        return ErrorFeedbackState(jax.tree.map(stacked, specs, is_leaf=is_spec))
-
-    return Reducer(init, update, specs, mean.wire_bytes)
+    return Reducer(
+        init, update, lambda specs: ErrorFeedbackState(stacked(specs)), mean.wire_bytes
+    )

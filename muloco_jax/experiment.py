@@ -39,8 +39,7 @@ class Experiment(NamedTuple):
         examples_per_round: sequences that all workers take in a round.
         tokens_per_round: tokens that all workers predict in a round.
         num_params: parameters of the model.
-        wire_bytes: bytes that one worker sends in a round, at one mesh slice per
-        worker.
+        wire_bytes: bytes that one worker sends in a round, if each has a mesh slice.
         held_out_tokens: tokens that `evaluate` predicts.
         held_out_bytes: bytes of text that those are.
     """

@@ -54,8 +54,7 @@ def check_finite(measured: Mapping[str, np.ndarray], step: int) -> None:
         step: inner steps before that round.
 
     Raises:
-        DivergedError: naming the first step, and the worker, with a number that is not
-        finite.
+        DivergedError: naming the first step and worker with a number not finite.
     """
     for key in ("loss", "grad_norm"):
         values = measured[key]

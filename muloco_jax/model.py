@@ -103,7 +103,7 @@ class ModelConfig:
                 raise ValueError(
                     f"{key} must be one of {DTYPES}, got {getattr(self, key)!r}"
                 )
-            if getattr(self, key) == "float64" and not jax.config.jax_enable_x64:
+            if jax.dtypes.canonicalize_dtype(getattr(self, key)) != getattr(self, key):
                 raise ValueError(f"{key}='float64' needs JAX_ENABLE_X64=1")
         if self.num_heads % self.kv_heads:
             raise ValueError(

@@ -81,8 +81,7 @@ def hidden_matrices(params: PyTree) -> PyTree:
         leaf.
 
     Raises:
-        ValueError: if a leaf has more axes than a matrix and no rule says what they
-        are.
+        ValueError: if a leaf has more axes than a matrix has.
     """
 
     def leaf(path, x):

@@ -23,27 +23,59 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXIS = "workers"
+_GLOBAL = P()
 
 PyTree = Any
 Axes = Any  # Prefix tree of 0 (stacked over workers, axis 0) or None (global).
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def partition_specs(axes: Axes) -> PyTree:
-    """What `axes` says, as a prefix tree of partition specs over the mesh."""
-    return jax.tree.map(lambda a: P() if a is None else P(AXIS), axes, is_leaf=_is_none)
-
-
 def wide(x: jax.Array) -> jax.Array:
     """`x` in the dtype in which deltas are formed and averaged: float32 at least."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def stacked(specs: PyTree) -> PyTree:
+    """Partition specs of leaves `[K, ...]` from those of leaves `[...]`."""
+    return jax.tree.map(lambda spec: P(AXIS, *spec), specs)
+
+
+def optimizer_specs(
+    optimizer: optax.GradientTransformation,
+    state: optax.OptState,
+    params: PyTree,
+    specs: PyTree,
+    prefix: P = _GLOBAL,
+) -> PyTree:
+    """Partition specs of an optimizer's state: a leaf like a parameter has its spec.
+
+    Args:
+        optimizer: what the state is of.
+        state: its state, or the shapes of it.
+        params: the parameters, or their shapes.
+        specs: partition specs of the parameters.
+        prefix: spec of the axes in front: `P(AXIS)` if the state is stacked.
+    """
+
+    def leaf(x, spec, param):
+        if isinstance(x, optax.MaskedNode):
+            return x
+        like_param = x.shape[len(prefix) :] == param.shape
+        return P(*prefix, *spec) if like_param else prefix
+
+    return optax.tree.map_params(
+        optimizer,
+        leaf,
+        state,
+        specs,
+        params,
+        transform_non_params=lambda _: prefix,
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +165,7 @@ class Workers:
         return jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=partition_specs(in_axes),
+            in_specs=tuple(P() if axis is None else P(AXIS) for axis in in_axes),
             out_specs=P(AXIS),
             axis_names={AXIS},
         )
@@ -176,6 +208,25 @@ class Workers:
 
         return jax.tree.map(leaf, tree)
 
+    def check_specs(self, specs: PyTree) -> None:
+        """Checks partition specs of parameters.
+
+        Raises:
+            ValueError: if they name other axes than those inside a worker.
+        """
+        inside = sorted(set(self.mesh.axis_names) - {AXIS})
+        for spec in jax.tree.leaves(specs):
+            named = {axis for entry in spec for axis in _axes_of(entry)}
+            if not named <= set(inside):
+                raise ValueError(
+                    f"specs may name the mesh axes inside a worker, {inside}; {spec} "
+                    f"names {sorted(named - set(inside))}"
+                )
+
+    def shardings(self, specs: PyTree) -> PyTree:
+        """Partition specs on this mesh."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+
     def put(self, tree: PyTree, axes: Axes) -> PyTree:
         """Places host arrays on the mesh.
 
@@ -197,7 +248,12 @@ class Workers:
             spec = P() if axis is None else P(AXIS)
             return jax.device_put(subtree, NamedSharding(self.mesh, spec))
 
-        return jax.tree.map(leaf, axes, tree, is_leaf=_is_none)
+        return jax.tree.map(leaf, axes, tree, is_leaf=lambda x: x is None)
+
+
+def _axes_of(entry):
+    """The mesh axes in one entry of a partition spec."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _to_varying(x):

@@ -88,6 +88,10 @@ def test_a_run_leaves_its_configuration_metrics_and_summary(ran):
     assert [row["step"] for row in rows(workdir, "step")] == [1, 2, 3, 4, 5, 6]
     rounds = rows(workdir, "round")
     assert [row["step"] for row in rounds] == [2, 4, 6]
+    # One warmup step of six, and then the cosine over the five that remain.
+    cosine = [0.1 + 0.45 * (1 + np.cos(np.pi * t / 5)) for t in range(5)]
+    rates = [row["learning_rate"] / 0.03 for row in rows(workdir, "step")]
+    assert rates == pytest.approx([1.0, *cosine], rel=1e-6)
     assert ["eval_loss" in row for row in rounds] == [False, True, True]
     assert summary["eval_loss"] == rounds[-1]["eval_loss"]
     assert summary["tokens"] == 6 * 8 * 16

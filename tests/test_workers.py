@@ -37,7 +37,7 @@ def test_mean_is_that_of_all_workers_in_float32_at_least(slices):
     values = jnp.arange(12.0).reshape(K, 3)
     np.testing.assert_array_equal(mean(values), values.mean(0))
     # 1 + 2^-8 is no bfloat16, but the mean of 1, 1, 1 and 1 + 2^-6 is it in float32.
-    assert mean(jnp.array([1, 1, 1, 1 + 2**-6], jnp.bfloat16)) == 1 + 2**-8
+    assert float(mean(jnp.array([1, 1, 1, 1 + 2**-6], jnp.bfloat16))) == 1 + 2**-8
 
 
 @SLICES
