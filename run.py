@@ -5,12 +5,13 @@
 Without --config it runs configs/tiny.py; configs/default.py lists all keys with their
 meaning. Without --workdir it makes runs/<config>-<time>.
 
-On several hosts, start it on each of them with --distributed. Where JAX cannot find out
-about the others by itself (it can on TPU pods, under Slurm, Open MPI and Kubernetes),
-add --coordinator=HOST:PORT --num_processes=N --process_id=I.
+On several hosts, start it on each of them with --distributed. Where JAX cannot find the
+others by itself (it can on TPU pods, under Slurm, Open MPI and Kubernetes), add
+ --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
 import pathlib
+import re
 import sys
 import time
 from typing import Any, NamedTuple
@@ -36,7 +37,8 @@ def parse(argv: list[str]) -> Arguments:
         ValueError: if it makes no sense.
     """
     try:
-        # This one reads the command line by itself, so it can already fail.
+        # This one reads the command line by itself, so it can already fail: with
+        # several kinds of error for a key, and any for a file, which is a program.
         config = config_flags.DEFINE_config_file("config", str(TINY), lock_config=True)
         workdir = flags.DEFINE_string("workdir", "", "Folder of the run.")
         distributed = flags.DEFINE_bool("distributed", False, "Join other hosts.")
@@ -46,15 +48,14 @@ def parse(argv: list[str]) -> Arguments:
         num_processes = flags.DEFINE_integer("num_processes", None, "Of all hosts.")
         process_id = flags.DEFINE_integer("process_id", None, "Of this one, from 0.")
         unused = flags.FLAGS(argv)[1:]
-    except AttributeError as error:  # Of a key; ml_collections wraps it twice.
-        inner = error.args[0]
-        reason = inner.args[0] if isinstance(inner, Exception) else inner
-        raise ValueError(f"unknown key --config.{reason}") from None
-    except (flags.Error, OSError) as error:  # The last line of either is the reason.
-        raise ValueError(str(error).splitlines()[-1]) from None
+    except Exception as error:
+        raise ValueError(_reason(error)) from None
     file = config_flags.get_config_filename(flags.FLAGS["config"])  # type: ignore[arg-type]
     if not isinstance(config.value, ConfigDict):
-        raise ValueError(f"there is no config file {file}")
+        missing = (
+            "there is no" if not pathlib.Path(file).exists() else "no ConfigDict in"
+        )
+        raise ValueError(f"{missing} config file {file}")
     if unused:
         raise ValueError(
             f"unexpected argument {unused[0]!r}; keys are --config.KEY=VALUE"
@@ -76,8 +77,8 @@ def parse(argv: list[str]) -> Arguments:
 
 
 def main(argv: list[str]) -> int:
-    """Runs, and answers what the user can mend in one line."""
-    if "--help" in argv[1:]:
+    """Runs, and reports errors that the user can mend in one line."""
+    if {"-h", "--help", "--helpfull"} & set(argv[1:]):
         print(__doc__)
         return 0
     try:
@@ -91,11 +92,32 @@ def main(argv: list[str]) -> int:
         built = experiment.build(arguments.config)
     except (ValueError, OSError) as error:
         return _fail(error)
+    except AttributeError as error:
+        if not isinstance(error.args[0], KeyError):  # Of a key that a file lacks.
+            raise
+        return _fail(_reason(error))
     try:
         train.train(arguments.config, built, arguments.workdir)
     except (metrics.DivergedError, OSError) as error:
         return _fail(error)
+    except KeyboardInterrupt:
+        print("run.py: interrupted", file=sys.stderr)
+        return 130
     return 0
+
+
+def _reason(error):
+    """Why a configuration could not be read, in one line."""
+    while error.args and isinstance(error.args[0], Exception):
+        error = error.args[0]  # ml_collections wraps errors of keys, some twice.
+    text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+    if isinstance(error, flags.Error):  # Its last line is the reason.
+        return text.splitlines()[-1]
+    if hint := re.search(r'Did you mean "(.*)" instead of "(.*)"', text):
+        return f"unknown key {hint[2]!r}; did you mean {hint[1]!r}?"
+    if isinstance(error, KeyError):
+        return f"no key {text}; configs/default.py lists all"
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
 def _fail(error):

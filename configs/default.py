@@ -1,7 +1,6 @@
 """Every key there is, with its unit and meaning; the other files say what differs.
 
-python run.py --config=configs/default.py --config.data.format=text \
-        --config.data.path=my_texts/
+python run.py --config=configs/default.py --config.KEY=VALUE ...
 """
 
 from ml_collections import ConfigDict
@@ -55,8 +54,7 @@ def get_config() -> ConfigDict:
     config.model.num_kv_heads = 0  # Divides the number of heads; 0: all of them.
     config.model.mlp_ratio = 2.75  # Hidden width of the MLP / width.
     config.model.rope_theta = 5e5  # Base of the rotary frequencies.
-    # The vocabulary is rounded up to a multiple of this, so that mesh.tensor divides
-    # it.
+    # Multiple that the vocabulary is rounded up to; mesh.tensor must divide the result.
     config.model.vocab_multiple = 1
     config.model.dtype = "float32"  # Of activations and products; parameters: float32.
     config.model.remat = False  # Recompute blocks in the backward pass: less memory.
@@ -75,9 +73,8 @@ def get_config() -> ConfigDict:
     # Sequences per inner step over all workers; a multiple of workers.num.
     config.data.batch_size = 16
 
-    config.evaluation = (
-        ConfigDict()
-    )  # Of theta right after a sync, on all held-out text.
+    # Of theta, right after a sync, on all held-out text.
+    config.evaluation = ConfigDict()
     config.evaluation.every_rounds = 5  # Besides the last round.
-    config.evaluation.batch_size = 64  # Sequences at a time, over all devices.
+    config.evaluation.batch_size = 16  # Sequences at a time on each slice of the batch.
     return config.lock()

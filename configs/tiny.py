@@ -2,6 +2,9 @@
 
     python run.py
 
+It takes about two minutes on two CPU cores and reaches an eval_loss of 1.76 nats per
+byte.
+
 Paper: Therien et al., MuLoCo, https://arxiv.org/abs/2505.23725
 """
 

@@ -29,11 +29,12 @@ References:
     Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025, algorithm 1
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -43,6 +44,7 @@ from muloco_jax.fragments import Segment
 from muloco_jax.workers import AXIS, Workers, optimizer_specs, stacked, wide
 
 PyTree = Any
+SYNC_METRICS = ("delta_k_norm", "delta_norm", "update_norm")
 Loss = Callable[[PyTree, Any], jax.Array | tuple[jax.Array, dict[str, jax.Array]]]
 
 
@@ -74,10 +76,6 @@ class DiLoCoState(NamedTuple):
     outer_state: tuple[optax.OptState, ...]
     workers: WorkerState
     step: jax.Array
-
-
-# Which parts are global (None) and which are stacked over workers (0).
-AXES = DiLoCoState(params=None, outer_state=None, workers=0, step=None)  # type: ignore[arg-type]
 
 
 class DiLoCo(NamedTuple):
@@ -115,7 +113,7 @@ def diloco(
     workers: Workers,
     sync_every: int,
     reduce: compress.Reducer | None = None,
-    fragments: list[fragments_lib.Fragment] | None = None,
+    fragments: Sequence[fragments_lib.Fragment] = (True,),
     delay: int = 0,
     keep_local: float = 0.0,
     specs: PyTree | None = None,
@@ -123,7 +121,7 @@ def diloco(
     """Builds the algorithm from its parts.
 
     Args:
-        loss: `(params, batch)` -> scalar, or `(scalar, dict of scalars)`, of a worker.
+        loss: `(params, batch)` -> scalar, or `(scalar, dict of arrays)`, of a worker.
         inner: inner optimizer: `muon(...)` for MuLoCo, `optax.adamw(...)` for DiLoCo.
             Clipping goes in front of it, and so is per worker. If it takes extra
             arguments, it gets `value` and `grad`.
@@ -132,7 +130,7 @@ def diloco(
         sync_every: inner steps per round, H.
         reduce: how deltas are averaged; by default exactly.
         fragments: what syncs when, see `muloco_jax.fragments`; by default everything at
-            the end of the round.
+            the end of the round. Each parameter is in exactly one.
         delay: inner steps between sending a fragment and receiving it (tau of Streaming
             DiLoCo).
         keep_local: share of theta_k that a worker keeps on receiving theta (alpha of
@@ -146,23 +144,14 @@ def diloco(
     """
     if not 0 <= keep_local <= 1:
         raise ValueError(f"keep_local must be in [0, 1], got {keep_local}")
-    workers.check_specs(specs)
-    num = 1 if fragments is None else len(fragments)
-    schedule = fragments_lib.schedule(sync_every, num, delay)
+    fragments = [jax.tree.map(_static, fragment) for fragment in fragments]
+    schedule = fragments_lib.schedule(sync_every, len(fragments), delay)
     reduce = reduce or compress.reducer(compress.all_reduce_mean(workers))
     inner = optax.with_extra_args_support(inner)
-
-    def fragments_of(params):
-        return fragments_lib.whole(params) if fragments is None else fragments
 
     def specs_of(params):
         if specs is None:
             return jax.tree.map(lambda _: P(), params)
-        expected, found = map(jax.tree.structure, (params, specs))
-        if expected != found:
-            raise ValueError(
-                f"specs must be a tree like the parameters, {expected}; got {found}"
-            )
         return specs
 
     def part_specs(params, part):  # Layers are never sharded, so taking some is fine.
@@ -172,15 +161,13 @@ def diloco(
     def shardings(state):
         theta, own = state.params, state.workers
         outer_specs, reduce_specs = [], []
-        for part, outer_state in zip(
-            fragments_of(theta), state.outer_state, strict=True
-        ):
+        for part, outer_state in zip(fragments, state.outer_state, strict=True):
             spec = part_specs(theta, part)
             of_part = fragments_lib.take(theta, part)
-            outer_specs.append(optimizer_specs(outer, outer_state, of_part, spec))
+            outer_specs.append(optimizer_specs(outer_state, of_part, spec))
             reduce_specs.append(reduce.specs(spec))
         spec = specs_of(theta)
-        opt_specs = optimizer_specs(inner, own.opt_state, theta, spec, P(AXIS))
+        opt_specs = optimizer_specs(own.opt_state, theta, spec, P(AXIS))
         return workers.shardings(
             DiLoCoState(
                 params=spec,
@@ -195,9 +182,12 @@ def diloco(
 
     @jax.jit
     def init(params):
+        _check_params(params)
+        fragments_lib.check(fragments, params)
+        workers.check_specs(specs_of(params), params)
         stack = lambda x: jnp.broadcast_to(x, (workers.num, *x.shape))
         outer_state, reduce_state = [], []
-        for part in fragments_of(params):
+        for part in fragments:
             theta = jax.tree.map(wide, fragments_lib.take(params, part))
             outer_state.append(outer.init(theta))
             spec = part_specs(params, part)
@@ -219,7 +209,13 @@ def diloco(
             (value, extra), grads = jax.value_and_grad(_with_extra(loss), has_aux=True)(
                 params, batch
             )
-            measured = {"loss": value, "grad_norm": optax.tree.norm(grads), **extra}
+            measured = {"loss": value, "grad_norm": _norm(grads)}
+            if taken := extra.keys() & {*measured, *SYNC_METRICS}:
+                raise ValueError(
+                    f"the loss reports {sorted(taken)}, which the algorithm measures "
+                    f"itself; rename it"
+                )
+            measured |= extra
             updates, opt_state = inner.update(
                 grads, opt_state, params, value=value, grad=grads
             )
@@ -236,18 +232,12 @@ def diloco(
         own = own._replace(params=params, opt_state=opt_state)
         return constrain(state._replace(workers=own, step=state.step + steps)), measured
 
-    def deltas(state, part):
-        """`delta_k` of all workers, leaves `[K, ...]`, formed in float32 or wider."""
-
-        def one(theta, theta_k):
-            subtract = lambda t, t_k: wide(t) - wide(t_k)
-            return jax.tree.map(subtract, theta, fragments_lib.take(theta_k, part))
-
+    def send_and_measure(state, i):
+        part = fragments[i]
         theta = fragments_lib.take(state.params, part)
-        return workers.map(one, (None, 0))(theta, state.workers.params)
-
-    def send(state, i):
-        part = fragments_of(state.params)[i]
+        take = lambda tree: fragments_lib.take(tree, part)
+        subtract = lambda t, t_k: wide(t)[None] - wide(t_k)
+        deltas = jax.tree.map(subtract, theta, jax.vmap(take)(state.workers.params))
         spec = part_specs(state.params, part)
         memory_spec = reduce.specs(spec)
         join = workers.join(
@@ -256,12 +246,19 @@ def diloco(
             out_specs=(spec, memory_spec),
         )
         memories = list(state.workers.reduce_state)
-        delta, memories[i] = join(deltas(state, part), memories[i])
+        delta, memories[i] = join(deltas, memories[i])
+        norms = {
+            "delta_k_norm": jax.vmap(_norm)(deltas),
+            "delta_norm": _norm(delta),
+        }
         own = state.workers._replace(reduce_state=tuple(memories))
-        return constrain(state._replace(workers=own)), delta
+        return constrain(state._replace(workers=own)), delta, norms
+
+    def send(state, i):
+        return send_and_measure(state, i)[:2]
 
     def receive(state, delta, i):
-        part = fragments_of(state.params)[i]
+        part = fragments[i]
         theta = fragments_lib.take(state.params, part)
         outer_state = list(state.outer_state)
         updates, outer_state[i] = outer.update(
@@ -269,7 +266,7 @@ def diloco(
         )
         theta = optax.apply_updates(theta, updates)
 
-        def merge(theta, theta_k):
+        def merge(theta_k):
             mine = fragments_lib.take(theta_k, part)
             mix = lambda t, t_k: (
                 (1 - keep_local) * wide(t) + keep_local * wide(t_k)
@@ -277,7 +274,7 @@ def diloco(
             merged = jax.tree.map(mix, theta, mine) if keep_local else theta
             return fragments_lib.put(theta_k, merged, part)
 
-        params = workers.map(merge, (None, 0))(theta, state.workers.params)
+        params = jax.vmap(merge)(state.workers.params)
         state = state._replace(
             params=fragments_lib.put(state.params, theta, part),
             outer_state=tuple(outer_state),
@@ -292,30 +289,44 @@ def diloco(
                 f"a round takes batches [K, H, ...] = [{workers.num}, {sync_every}, "
                 f"...], got {steps} steps"
             )
-        parts = fragments_of(state.params)
-        norm_per_worker = workers.map(optax.tree.norm, (0,))
-        in_flight, stretches, taken = {}, [], 0
-        norms = {"delta_k_norm": [], "delta_norm": [], "update_norm": []}
+        in_flight, stretches, syncs, taken = {}, [], [], 0
         for segment in schedule:
             cut = slice(taken, taken := taken + segment.steps)
             mine = jax.tree.map(lambda x, cut=cut: x[:, cut], batches)
             state, measured = inner_steps(state, mine)
             stretches.append(measured)
             if (i := segment.send) is not None:
-                norms["delta_k_norm"].append(norm_per_worker(deltas(state, parts[i])))
-                state, in_flight[i] = send(state, i)
-                norms["delta_norm"].append(optax.tree.norm(in_flight[i]))
+                state, *in_flight[i] = send_and_measure(state, i)
             if (i := segment.receive) is not None:
-                old = state.params
-                state = receive(state, in_flight.pop(i), i)
+                old, (delta, norms) = state.params, in_flight.pop(i)
+                state = receive(state, delta, i)
                 moved = lambda new, old: wide(new) - wide(old)
                 update = jax.tree.map(moved, state.params, old)
-                norms["update_norm"].append(optax.tree.norm(update))
+                syncs.append(norms | {"update_norm": _norm(update)})
         metrics = jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=1), *stretches)
-        metrics |= {name: jnp.stack(values, axis=-1) for name, values in norms.items()}
+        metrics |= jax.tree.map(lambda *xs: jnp.stack(xs, axis=-1), *syncs)
         return state, metrics
 
     return DiLoCo(init, inner_steps, send, receive, round_, schedule, shardings)
+
+
+def _norm(tree):
+    """Global norm in float32 or wider: float16 would overflow at 256."""
+    return optax.tree.norm(jax.tree.map(wide, tree))
+
+
+def _check_params(params):
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise ValueError(
+                f"parameter {jax.tree_util.keystr(path)} has dtype {x.dtype}, which "
+                f"cannot be trained; close over it in the loss instead"
+            )
+
+
+def _static(which):
+    """Indices as a numpy array, so that a fragment is known while tracing."""
+    return which if isinstance(which, bool) else np.asarray(which)
 
 
 def _with_extra(loss):
@@ -323,7 +334,13 @@ def _with_extra(loss):
 
     def wrapped(params, batch):
         result = loss(params, batch)
-        return result if isinstance(result, tuple) else (result, {})
+        if not isinstance(result, tuple):
+            return result, {}
+        if len(result) != 2 or not isinstance(result[1], dict):
+            raise ValueError(
+                f"the loss must return a scalar or (scalar, dict), got {result}"
+            )
+        return result
 
     return wrapped
 

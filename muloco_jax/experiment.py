@@ -4,7 +4,6 @@ Each choice by name is resolved here, in one `match`. Everything that can be che
 before training is checked here.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -14,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from muloco_jax import compress, data, model, optimizers
+from muloco_jax import compress, corpus, data, model, optimizers, placement
 from muloco_jax.algorithm import DiLoCo, diloco
 from muloco_jax.workers import AXIS, Workers
 
@@ -62,13 +60,19 @@ class Experiment(NamedTuple):
 def build(config: Config) -> Experiment:
     """Builds all parts of a run, without allocating the model.
 
+    Before JAX has looked for devices, this makes CPU devices for each worker, which are
+    used if there is no other accelerator.
+
     Raises:
         ValueError: for values that do not fit together, naming them and what would.
         FileNotFoundError: if there is no text.
     """
     _check_numbers(config)
-    _set_cpu_devices(config)
-    workers = Workers(config.workers.num, _mesh(config), config.workers.sequential)
+    inside = {axis: config.mesh[axis] for axis in ("data", "fsdp", "tensor")}
+    slices = config.mesh.workers or config.workers.num
+    placement.set_cpu_devices(slices * math.prod(inside.values()))
+    mesh = placement.make_mesh(config.workers.num, config.mesh.workers, inside)
+    workers = Workers(config.workers.num, mesh, config.workers.sequential)
     tokenizer = data.BYTES
     tokens = data.tokenize(_corpus(config), tokenizer, config.data.cache)
     batches = data.Batches(
@@ -91,10 +95,9 @@ def build(config: Config) -> Experiment:
         reduce=reduce,
         specs=specs,
     )
-    place = lambda spec: NamedSharding(workers.mesh, spec)
     init = jax.jit(
         lambda: model.init(model_config, jax.random.key(config.seed)),
-        out_shardings=jax.tree.map(place, specs, is_leaf=lambda s: isinstance(s, P)),
+        out_shardings=workers.shardings(specs),
     )
     shapes = jax.eval_shape(init)
     examples = config.sync_every * config.data.batch_size
@@ -103,9 +106,11 @@ def build(config: Config) -> Experiment:
         workers=workers,
         algorithm=algorithm,
         init=init,
-        batches=_placed_batches(batches, workers, config.sync_every),
+        batches=_placed_batches(
+            batches, workers, config.sync_every, config.data.sequence_length
+        ),
         evaluate=_evaluation(config, model_config, workers, tokens.held_out),
-        learning_rates=np.asarray(jax.vmap(schedule)(steps)),
+        learning_rates=np.broadcast_to(schedule(steps), steps.shape),
         rounds=config.steps // config.sync_every,
         examples_per_round=examples,
         tokens_per_round=examples * config.data.sequence_length,
@@ -123,27 +128,19 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
     for the cosine, falls to `final_fraction` at T (MuLoCo, appendix).
     """
     peak, warmup = config.inner.learning_rate, config.schedule.warmup_steps
-    final = config.schedule.final_fraction
+    rising = lambda count: peak * (count + 1) / max(warmup, 1)
     match config.schedule.name:
         case "constant":
-            after = lambda t: jnp.ones_like(t)
+            after = optax.constant_schedule(peak)
         case "cosine":
-            length = config.steps - warmup
-            after = lambda t: (
-                final
-                + (1 - final) * (1 + jnp.cos(jnp.pi * jnp.minimum(t / length, 1))) / 2
+            after = optax.cosine_decay_schedule(
+                peak, config.steps - warmup, config.schedule.final_fraction
             )
         case name:
             raise ValueError(
                 f"schedule.name must be 'cosine' or 'constant', got {name!r}"
             )
-
-    def schedule(count):
-        t = jnp.asarray(count, jnp.float32)
-        rising = (t + 1) / max(warmup, 1)
-        return peak * jnp.where(t < warmup, rising, after(t - warmup))
-
-    return schedule
+    return optax.join_schedules([rising, after], [warmup])
 
 
 def inner_optimizer(
@@ -206,6 +203,7 @@ _RANGES = {
     "inner.muon_momentum": (0, 1),
     "inner.adam_b1": (0, 1),
     "inner.adam_b2": (0, 1),
+    "inner.adam_eps": (0, math.inf),
     "inner.clip_norm": (0, math.inf),
     "schedule.warmup_steps": (0, math.inf),
     "schedule.final_fraction": (0, math.inf),
@@ -231,8 +229,8 @@ def _check_numbers(config):
         )
     batch, num = config.data.batch_size, config.workers.num
     inside = config.mesh.data * config.mesh.fsdp
-    length, chunk = config.data.sequence_length, config.model.loss_chunk
-    if chunk:
+    if chunk := config.model.loss_chunk:
+        length = config.data.sequence_length
         _check_multiple("data.sequence_length", length, chunk, "model.loss_chunk")
     _check_multiple("steps", config.steps, config.sync_every, "sync_every")
     _check_multiple(
@@ -241,19 +239,6 @@ def _check_numbers(config):
         num * inside,
         "workers.num * mesh.data * mesh.fsdp" if inside > 1 else "workers.num",
     )
-
-
-def _set_cpu_devices(config):
-    """Gives each worker CPU devices of its own, in case JAX ends up on CPU.
-
-    A number that someone set (`JAX_NUM_CPU_DEVICES`) is left alone, and so is a JAX
-    that has already looked for devices.
-    """
-    if jax.config.jax_num_cpu_devices < 0:  # type: ignore[attr-defined]
-        slices = config.mesh.workers or config.workers.num
-        inside = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", max(1, slices * inside))
 
 
 def _check_multiple(key, value, divisor, divisor_key):
@@ -265,40 +250,6 @@ def _check_multiple(key, value, divisor, divisor_key):
         )
 
 
-def _mesh(config):
-    """A mesh of the axes that have more than one slice, and of "workers"."""
-    inside = {
-        k: config.mesh[k] for k in ("data", "fsdp", "tensor") if config.mesh[k] > 1
-    }
-    num_inside = int(np.prod(list(inside.values()), dtype=int))
-    available, num = jax.device_count(), config.workers.num
-    slices = config.mesh.workers
-    if slices == 0:  # As many as fit.
-        fits = [
-            m for m in range(1, num + 1) if num % m == 0 and m * num_inside <= available
-        ]
-        slices = max(fits, default=1)
-    shape = {AXIS: slices, **inside}
-    if slices * num_inside > available:
-        raise ValueError(
-            f"a mesh of {shape} needs {slices * num_inside} devices, but there are "
-            f"{available}; lower mesh.workers, mesh.data, mesh.fsdp or mesh.tensor"
-        )
-    devices = jax.devices()[: slices * num_inside]
-    if len({device.process_index for device in devices}) < jax.process_count():
-        raise ValueError(
-            f"a mesh of {shape} takes the first {len(devices)} of {available} devices, "
-            f"which leaves some processes without any; raise mesh.workers or "
-            f"mesh.data, or start fewer processes (on CPU, set JAX_NUM_CPU_DEVICES)"
-        )
-    return jax.make_mesh(
-        tuple(shape.values()),
-        tuple(shape),
-        (AxisType.Auto,) * len(shape),
-        devices=devices,
-    )
-
-
 def _corpus(config):
     match config.data.format:
         case "shakespeare" if config.data.path:
@@ -307,9 +258,9 @@ def _corpus(config):
                 f"'shakespeare', which has no path; set data.format=text"
             )
         case "shakespeare":
-            return data.shakespeare()
+            return corpus.shakespeare()
         case "text":
-            return data.text_files(config.data.path, config.data.held_out)
+            return corpus.text_files(config.data.path, config.data.held_out)
         case name:
             raise ValueError(
                 f"data.format must be 'shakespeare' or 'text', got {name!r}"
@@ -318,35 +269,34 @@ def _corpus(config):
 
 def _model_config(config, tokenizer):
     multiple = config.model.vocab_multiple
-    return model.ModelConfig(
-        vocab_size=-(-tokenizer.vocab_size // multiple) * multiple,
-        end_of_text=tokenizer.end_of_text,
-        num_layers=config.model.num_layers,
-        width=config.model.width,
-        head_dim=config.model.head_dim,
-        num_kv_heads=config.model.num_kv_heads,
-        mlp_ratio=config.model.mlp_ratio,
-        rope_theta=config.model.rope_theta,
-        dtype=config.model.dtype,
-        remat=config.model.remat,
-        loss_chunk=config.model.loss_chunk,
-        z_loss=config.model.z_loss,
-    )
+    try:
+        return model.ModelConfig(
+            vocab_size=-(-tokenizer.vocab_size // multiple) * multiple,
+            end_of_text=tokenizer.end_of_text,
+            num_layers=config.model.num_layers,
+            width=config.model.width,
+            head_dim=config.model.head_dim,
+            num_kv_heads=config.model.num_kv_heads,
+            mlp_ratio=config.model.mlp_ratio,
+            rope_theta=config.model.rope_theta,
+            dtype=config.model.dtype,
+            remat=config.model.remat,
+            loss_chunk=config.model.loss_chunk,
+            z_loss=config.model.z_loss,
+        )
+    except ValueError as error:  # They begin with the name of a size.
+        raise ValueError(f"model.{error}") from None
 
 
-def _batch_axes(workers):
-    return tuple(axis for axis in model.BATCH_AXES if axis in workers.mesh.shape)
-
-
-def _placed_batches(batches, workers, steps):
+def _placed_batches(batches, workers, steps, sequence_length):
     """Batches by position; each process reads just the examples of its devices."""
-    sharding = NamedSharding(workers.mesh, P(AXIS, None, _batch_axes(workers) or None))
+    spec = P(AXIS, None, placement.batch_axes(workers.mesh) or None)
 
     def placed(position):
-        numbers = batches.numbers(position, steps)
-        length = batches.examples(numbers[:1, :1, :1]).shape[-1]
-        read = lambda index: batches.examples(numbers[index[:3]])
-        return jax.make_array_from_callback((*numbers.shape, length), sharding, read)
+        indices = batches.indices(position, steps)
+        shape = (*indices.shape, sequence_length + 1)
+        read = lambda where: batches.examples(indices[where[:3]])
+        return placement.place(workers.mesh, spec, shape, read)
 
     return placed
 
@@ -354,27 +304,25 @@ def _placed_batches(batches, workers, steps):
 def _evaluation(config, model_config, workers, held_out):
     """Mean cross-entropy over the held-out tokens, spread over all devices."""
     windows, counts = data.evaluation_windows(held_out, config.data.sequence_length)
-    axes = (AXIS, *_batch_axes(workers))
-    spread = int(np.prod([workers.mesh.shape[axis] for axis in axes]))
-    batch = -(-config.evaluation.batch_size // spread) * spread
+    axes = (AXIS, *placement.batch_axes(workers.mesh))
+    spread = math.prod(workers.mesh.shape[axis] for axis in axes)
+    batch = spread * config.evaluation.batch_size
     fill = -len(windows) % batch
 
     def place(x):
         x = np.pad(x, ((0, fill), (0, 0))).reshape(-1, batch, x.shape[-1])
-        sharding = NamedSharding(workers.mesh, P(None, axes))
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        return placement.place(workers.mesh, P(None, axes), x.shape, x.__getitem__)
 
     placed = place(windows), place(counts)
     losses = model.token_losses(model_config)
 
     @jax.jit
     def evaluate(params, windows, counts):
-        def add(total, batch):
+        def total(batch):
             tokens, count = batch
             cross_entropy, _ = losses(params, tokens)
-            return total + jnp.sum(cross_entropy, where=count), None
+            return jnp.sum(cross_entropy, where=count)
 
-        total, _ = jax.lax.scan(add, jnp.float32(0), (windows, counts))
-        return total / jnp.sum(counts)
+        return jnp.sum(jax.lax.map(total, (windows, counts))) / jnp.sum(counts)
 
     return lambda params: evaluate(params, *placed)

@@ -1,9 +1,10 @@
 """Which parameters synchronize when: fragments of the parameter tree, and the schedule.
 
 A fragment says for each leaf whether it takes nothing of it, all of it, or some layers
-of it. It is a tree like the parameters of `False`, `True`, or an array of indices into
-the leading axis. What a fragment takes of a tree is that tree with None for what it
-does not take, so that names survive, and the whole is the tree itself.
+of it. It is a prefix tree of the parameters, of `False`, `True`, or numpy arrays of
+indices into the leading axis; `True` alone is everything. What a fragment takes of a
+tree is that tree with None for what it does not take, so that names survive, and the
+whole is the tree itself.
 
 The schedule is plain data on the host: a round is a list of segments.
 
@@ -11,22 +12,57 @@ References:
     Douillard et al., `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from muloco_jax import tree as tree_lib
+
 PyTree = Any
-Fragment = PyTree  # Like the parameters, of False, True or indices `[layers]`.
+Fragment = PyTree  # A prefix of the parameters, of False, True or indices `[layers]`.
 
 
 def whole(params: PyTree) -> list[Fragment]:
     """One fragment with everything: DiLoCo without streaming.
 
     >>> whole({"up": 1.0, "down": 2.0})
-    [{'down': True, 'up': True}]
+    [True]
     """
-    return [jax.tree.map(lambda _: True, params)]
+    del params
+    return [True]
+
+
+def check(fragments: Sequence[Fragment], params: PyTree) -> None:
+    """Checks that every parameter syncs, and once a round.
+
+    Raises:
+        ValueError: naming a leaf, or a layer of one, that is in no fragment or in two.
+    """
+    spread = lambda which, subtree: jax.tree.map(lambda _: which, subtree)
+    trees = [jax.tree.map(spread, fragment, params) for fragment in fragments]
+
+    def leaf(path, x, *parts):
+        name, layered = tree_lib.name(path), any(map(_is_indices, parts))
+        counts = np.zeros(len(x) if layered else 1, int)
+        for part in parts:
+            if not _is_indices(part):
+                counts += part
+            elif part.size and not 0 <= part.min() <= part.max() < len(x):
+                raise ValueError(
+                    f"a fragment takes layers {part} of {name}, which has {len(x)}"
+                )
+            else:
+                np.add.at(counts, part, 1)
+        for layer in np.flatnonzero(counts != 1):
+            where = f"layer {layer} of {name}" if layered else name
+            raise ValueError(
+                f"{where} is in {counts[layer]} of {len(parts)} fragments; every "
+                f"parameter must be in exactly one"
+            )
+
+    jax.tree_util.tree_map_with_path(leaf, params, *trees)
 
 
 def take(tree: PyTree, fragment: Fragment) -> PyTree:
@@ -37,7 +73,7 @@ def take(tree: PyTree, fragment: Fragment) -> PyTree:
     """
 
     def leaf(which, x):
-        if isinstance(which, np.ndarray):
+        if _is_indices(which):
             return x[which]
         return x if which else None
 
@@ -53,11 +89,15 @@ def put(tree: PyTree, part: PyTree, fragment: Fragment) -> PyTree:
     """
 
     def leaf(which, x, new):
-        if isinstance(which, np.ndarray):
+        if _is_indices(which):
             return x.at[which].set(new)
         return new if which else x
 
     return jax.tree.map(leaf, fragment, tree, part)
+
+
+def _is_indices(which):
+    return isinstance(which, np.ndarray)
 
 
 class Segment(NamedTuple):

@@ -36,7 +36,7 @@ def worker_cosine(delta_k_norm: np.ndarray, delta_norm: float) -> float:
         delta_norm: norm of their mean.
 
     Returns:
-        A number in [-1, 1], or NaN for a single worker and for deltas that are zero.
+        A number in [-1, 1], up to rounding; NaN without two deltas that are not zero.
     """
     norms = np.asarray(delta_k_norm, np.float64)
     squares = np.sum(norms**2)
@@ -50,20 +50,28 @@ def check_finite(measured: Mapping[str, np.ndarray], step: int) -> None:
     """Stops a run that has diverged.
 
     Args:
-        measured: arrays `[K, H]` among others, of a round.
+        measured: what `DiLoCo.round` returned, on the host.
         step: inner steps before that round.
 
     Raises:
-        DivergedError: naming the first step and worker with a number not finite.
+        DivergedError: naming the first step and worker with a number not finite, or
+            the outer step.
     """
-    for key in ("loss", "grad_norm"):
-        values = measured[key]
-        if not np.isfinite(values).all():
-            inner, worker = np.argwhere(~np.isfinite(values.T))[0]
-            raise DivergedError(
-                f"{key} of worker {worker} became {values[worker, inner]} at step "
-                f"{step + inner + 1}; lower inner.learning_rate, or outer.learning_rate"
-            )
+    loss, grad_norm = measured["loss"], measured["grad_norm"]
+    if len(bad := np.argwhere(~np.isfinite(loss + grad_norm).T)):
+        inner, worker = bad[0]
+        key, values = ("grad_norm", grad_norm)
+        if not np.isfinite(loss[worker, inner]):
+            key, values = ("loss", loss)
+        raise DivergedError(
+            f"{key} of worker {worker} became {values[worker, inner]} at step "
+            f"{step + inner + 1}; lower the inner or the outer learning rate"
+        )
+    if not np.isfinite(measured["update_norm"]).all():
+        raise DivergedError(
+            f"the outer step after step {step + loss.shape[1]} is not finite; lower "
+            f"the outer learning rate"
+        )
 
 
 def inner_rows(
@@ -133,23 +141,24 @@ class JsonLines:
     def write(self, rows: list[dict[str, Any]]) -> None:
         """Writes rows, and makes them visible to readers. NaN becomes null."""
         for row in rows:
-            self._file.write(json.dumps(_strict(row), allow_nan=False) + "\n")
+            strict = {key: _null_if_nan(value) for key, value in row.items()}
+            self._file.write(json.dumps(strict, allow_nan=False) + "\n")
         self._file.flush()
 
 
-def _strict(value):
-    if isinstance(value, dict):
-        return {key: _strict(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [_strict(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _null_if_nan(value):
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 class Clock:
-    """Times rounds, leaving out what lies between them."""
+    """Times rounds, whether or not dispatching one waits until it ends.
+
+    On a GPU or TPU dispatching returns at once, and the device begins a round when it
+    is done with all before it; on several CPU devices dispatching waits.
+    """
 
     def __init__(self):
-        self._start = self._last = time.monotonic()
+        self._start = self._free = self._began = time.monotonic()
         self._rounds: list[float] = []
 
     def total(self) -> float:
@@ -157,14 +166,23 @@ class Clock:
         return time.monotonic() - self._start
 
     def begin(self) -> None:
-        """A round begins now."""
-        self._last = time.monotonic()
+        """A round is about to be dispatched."""
+        self._began = time.monotonic()
 
-    def end(self) -> float:
-        """A round ends now, and another begins; the seconds that it took."""
-        previous, self._last = self._last, time.monotonic()
-        self._rounds.append(self._last - previous)
+    def dispatched(self, result: Any) -> tuple[float, float | None]:
+        """A round has been dispatched; when it began, and when it ended if it has."""
+        return self._began, time.monotonic() if result.is_ready() else None
+
+    def finished(self, began: float, ended: float | None) -> float:
+        """The result of a round, of which `dispatched` said this, is there; seconds."""
+        if ended is None:
+            began, ended = max(began, self._free), time.monotonic()
+        self._rounds.append(ended - began)
         return self._rounds[-1]
+
+    def free(self) -> None:
+        """The device is done with all that was dispatched before the last round."""
+        self._free = time.monotonic()
 
     def typical(self) -> float:
         """Median seconds of a round; the first, which compiles, counts if alone."""

@@ -19,6 +19,7 @@ References:
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,9 +45,6 @@ RULES = {
 
 DTYPES = ("bfloat16", "float32", "float64")
 
-# Mesh axes inside a worker that the sequences of a batch are spread over.
-BATCH_AXES = ("data", "fsdp")
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -60,8 +58,8 @@ class ModelConfig:
         num_kv_heads: G, divides N; 0 means N, plain multi-head attention.
         mlp_ratio: F = mlp_ratio * width, a whole number.
         rope_theta: base of the rotary frequencies.
-        end_of_text: id of the token that ends a document, which it belongs to; tokens
-            attend within their document only. Negative: one document throughout.
+        end_of_text: id of the token that ends a document and belongs to it; tokens
+            attend only within their document. Negative: one document throughout.
         dtype: of activations and matrix products.
         param_dtype: of the parameters.
         remat: whether blocks are recomputed in the backward pass instead of stored.
@@ -88,11 +86,13 @@ class ModelConfig:
         for key in ("vocab_size", "num_layers", "width", "head_dim"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} must be positive, got {getattr(self, key)}")
-        for key in ("num_kv_heads", "loss_chunk", "z_loss"):
-            if getattr(self, key) < 0:
+        for key in ("num_kv_heads", "loss_chunk", "z_loss", "mlp_ratio", "rope_theta"):
+            if not 0 <= getattr(self, key) < math.inf:
                 raise ValueError(
-                    f"{key} must not be negative, got {getattr(self, key)}"
+                    f"{key} must be finite and not negative, got {getattr(self, key)}"
                 )
+        if self.rope_theta == 0:
+            raise ValueError("rope_theta must be positive, got 0")
         if self.width % self.head_dim or self.head_dim % 2:
             raise ValueError(
                 f"head_dim must be even and divide width={self.width}, got "
@@ -146,18 +146,15 @@ def _normal(std) -> Callable:
     return lambda key, shape, dtype: std * jax.random.normal(key, shape, dtype)
 
 
-class Norm(nnx.Module):
-    """RMSNorm over the last axis, computed in float32 or wider."""
-
-    def __init__(self, size: int, config: ModelConfig):
-        scale = jnp.ones(size, config.param_dtype)
-        self.scale = nnx.Param(scale, out_sharding=("norm",))
-
-    def __call__(self, x):
-        y = x.astype(_at_least_f32(x.dtype))
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
-        scale = self.scale[...].astype(y.dtype)
-        return (y * scale[(None,) * (y.ndim - 1)]).astype(x.dtype)
+def _norm(size, config, rngs):
+    """RMSNorm over the last axis, with eps 1e-6, computed in float32 or wider."""
+    return nnx.RMSNorm(
+        size,
+        scale_init=nnx.with_partitioning(nnx.initializers.ones_init(), ("norm",)),
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+    )
 
 
 def _linear(fan_in, fan_out, axes, init, config, rngs):
@@ -214,7 +211,8 @@ class Attention(nnx.Module):
         self.key = linear(d, kv_heads, ("embed", "heads"), _normal(0.02))
         self.value = linear(d, kv_heads, ("embed", "heads"), _normal(0.02))
         self.out = linear(heads, d, ("heads", "embed"), _normal(depth_std))
-        self.query_norm, self.key_norm = Norm(size, config), Norm(size, config)
+        self.query_norm = _norm(size, config, rngs)
+        self.key_norm = _norm(size, config, rngs)
         self.config = config
 
     def __call__(self, x_BLD, mask_BLL):
@@ -251,10 +249,10 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, depth_std, rngs: nnx.Rngs):
         self.attention = Attention(config, depth_std, rngs)
         self.mlp = MLP(config, depth_std, rngs)
-        self.pre_attention_norm = Norm(config.width, config)
-        self.post_attention_norm = Norm(config.width, config)
-        self.pre_mlp_norm = Norm(config.width, config)
-        self.post_mlp_norm = Norm(config.width, config)
+        self.pre_attention_norm = _norm(config.width, config, rngs)
+        self.post_attention_norm = _norm(config.width, config, rngs)
+        self.pre_mlp_norm = _norm(config.width, config, rngs)
+        self.post_mlp_norm = _norm(config.width, config, rngs)
 
     def __call__(self, x_BLD, mask_BLL):
         y_BLD = self.attention(self.pre_attention_norm(x_BLD), mask_BLL)
@@ -288,7 +286,7 @@ class Decoder(nnx.Module):
         # Deeper layers start smaller: 0.02 / sqrt(2 l) for l = 1, 2, ...
         layer = jnp.arange(1, config.num_layers + 1, dtype=config.param_dtype)
         setattr(self, tree.STACKED, stack(rngs, 0.02 * (2 * layer) ** -0.5))
-        self.norm = Norm(config.width, config)
+        self.norm = _norm(config.width, config, rngs)
         std = config.width**-0.5
         init = nnx.initializers.truncated_normal(std, lower=-3, upper=3)
         self.head = _linear(
@@ -342,9 +340,9 @@ def _abstract(config: ModelConfig):
 def init(config: ModelConfig, key: jax.Array) -> PyTree:
     """Parameters with the paper's initialization, a nested dict of arrays.
 
-    Embeddings are N(0, 1); kernels N(0, 0.02^2), but N(0, 0.02^2 / 2l) in layer
-    l = 1, 2, ... for those that end or gate a branch; the head is N(0, 1/D), cut at
-    three standard deviations; norms are one.
+    Embeddings are N(0, 1); kernels N(0, 0.02^2), but `out`, `up` and `down` of layer
+    l = 1, 2, ... N(0, 0.02^2 / 2l); the head is N(0, 1/D), cut at three standard
+    deviations; norms are one.
     """
     with nnx.use_eager_sharding(False):
         return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(key))))
@@ -380,8 +378,6 @@ def token_losses(config: ModelConfig) -> Callable[[PyTree, jax.Array], Any]:
             logit_BL = jnp.sum(jnp.where(hit, logits_BLV, 0), axis=-1)
             return log_z_BL - logit_BL, log_z_BL
 
-        if chunk == length:
-            return cross_entropy(x_BLD, targets_BL)
         # Cut along the sequence, so that the batch axis stays sharded as it is.
         cut = lambda a: jnp.moveaxis(
             a.reshape(a.shape[0], -1, chunk, *a.shape[2:]), 1, 0
@@ -432,6 +428,4 @@ def partition_specs(config: ModelConfig, mesh: Mesh) -> PyTree:
                 )
         return spec
 
-    return jax.tree_util.tree_map_with_path(
-        leaf, logical, shapes, is_leaf=lambda x: isinstance(x, P)
-    )
+    return jax.tree_util.tree_map_with_path(leaf, logical, shapes)

@@ -154,5 +154,7 @@ def _normalize(x, safety, eps, dtype):
     )
     scaled, eps = shrink(x), shrink(jnp.full_like(largest, eps))
     norm = safety * jnp.linalg.norm(scaled, axis=(-2, -1), keepdims=True) + eps
-    norm = norm.astype(dtype).astype(x.dtype)  # As the reference, which norms in bf16.
+    norm = norm.astype(dtype).astype(
+        x.dtype
+    )  # Rounded like all else, as in the reference.
     return scaled / jnp.where(largest == 0, 1, norm)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers
@@ -69,7 +70,9 @@ def hidden_matrices(params: PyTree) -> PyTree:
     """Routes parameters by name: hidden matrices to Muon, all the rest to Adam.
 
     A leaf is a hidden matrix if it has two axes (besides the layer axis of leaves under
-    "blocks") and no part of its path names an embedding, a head, a norm or a router.
+    "blocks") and no part of its path names an embedding, a head, a norm or a router, as
+    `embed_tokens`, `lm_head`, `q_norm` do. Look at the result once for your own names.
+    Kernels are taken to be `[fan_in, fan_out]`, as flax has them.
 
     >>> import jax.numpy as jnp
     >>> params = {"embed": jnp.ones((9, 4)), "up": jnp.ones((4, 8))}
@@ -122,7 +125,7 @@ def scale_by_muon(
     mu_dtype: DTypeLike | None = None,
     weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = hidden_matrices,
 ) -> optax.GradientTransformation:
-    """Heavy-ball momentum, orthogonalized: every leaf it is given must be a matrix.
+    """Orthogonalized heavy-ball momentum, for trees whose leaves are all matrices.
 
     `M <- beta M + G`, then `scale(fan_in, fan_out) * orthogonalize(M)`, or of
     `beta M + G` with Nesterov momentum. To leave out what is no matrix, use `muon`, or
@@ -142,8 +145,8 @@ def scale_by_muon(
         ValueError: at construction for a `beta` outside [0, 1) or bad coefficients; at
             `init` and `update` for a leaf without two groups of matrix axes.
     """
-    if isinstance(beta, int | float) and not 0 <= beta < 1:
-        raise ValueError(f"beta must be in [0, 1), got {beta}")
+    _check_range("beta", beta, 1)
+    _check_range("eps", eps)
     coefficients = newton_schulz.coefficients_of(ns_coeffs)
 
     def numbers_of(values):
@@ -207,9 +210,14 @@ def muon(
 ) -> optax.GradientTransformation:
     """Muon on the hidden matrices and AdamW on everything else.
 
-    The defaults are the MuLoCo paper's: heavy-ball momentum, the coefficients of Dion,
-    the factor `sqrt(fan_out / fan_in)`, and one learning rate and one decoupled weight
-    decay (scaled by the learning rate alone) for both sides.
+    The defaults are the MuLoCo paper's (but `eps`, which its code has at 1e-8):
+    heavy-ball momentum, the coefficients of Dion, the factor `sqrt(fan_out / fan_in)`,
+    and one learning rate and one decoupled weight decay (scaled by the learning rate
+    alone) for both sides.
+
+    `optax.inject_hyperparams` takes every callable for a schedule; tell it which are
+    not: `optax.inject_hyperparams(muon, static_args=("ns_coeffs", "ns_steps", "scale",
+    "muon_weight_dimension_numbers"))`.
 
     >>> import jax.numpy as jnp, optax
     >>> params = {"kernel": jnp.eye(2), "bias": jnp.zeros(2)}
@@ -247,18 +255,23 @@ def muon(
             f"ns_steps is {ns_steps}, but ns_coeffs has {len(rows)} rows, which are "
             f"tuned as a sequence; leave ns_steps out or pass a list of {ns_steps} rows"
         )
-    numbers_of = muon_weight_dimension_numbers
+    _check_range("weight_decay", weight_decay)
+    for name, value in (("adam_b1", adam_b1), ("adam_b2", adam_b2)):
+        _check_range(name, value, 1)
+    _check_range("adam_eps", adam_eps)
+
+    def numbers_of(params):
+        numbers = muon_weight_dimension_numbers
+        return numbers(params) if callable(numbers) else numbers
 
     def labels(params):
-        numbers = numbers_of(params) if callable(numbers_of) else numbers_of
-        label = lambda n: "adam" if n is None else "muon"
-        return jax.tree.map(label, numbers, is_leaf=_is_numbers)
+        label = lambda numbers: "adam" if numbers is None else "muon"
+        return jax.tree.map(label, numbers_of(params), is_leaf=_is_numbers)
 
     def only_matrices(params):  # Under `partition`, other leaves are MaskedNodes.
-        numbers = numbers_of(params) if callable(numbers_of) else numbers_of
         absent = lambda x: isinstance(x, optax.MaskedNode)
-        keep = lambda x, n: x if absent(x) else n
-        return jax.tree.map(keep, params, numbers, is_leaf=absent)
+        keep = lambda x, numbers: x if absent(x) else numbers
+        return jax.tree.map(keep, params, numbers_of(params), is_leaf=absent)
 
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
@@ -287,6 +300,12 @@ def muon(
         mask=weight_decay_mask,
     )
     return optax.partition({"muon": matrices, "adam": adam}, labels)
+
+
+def _check_range(name, value, below=math.inf):
+    """Refuses a number outside [0, below); what is traced cannot be looked at."""
+    if isinstance(value, int | float | np.number) and not 0 <= value < below:
+        raise ValueError(f"{name} must be in [0, {below}), got {value}")
 
 
 def _matrix_axes(name, numbers, shape):

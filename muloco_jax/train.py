@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from muloco_jax import metrics
@@ -24,22 +25,27 @@ def train(config: Config, experiment: Experiment, workdir: str) -> dict[str, Any
 
     Raises:
         FileExistsError: if `workdir` is a file, or holds a run already.
-        metrics.DivergedError: if a loss is no longer finite.
+        metrics.DivergedError: if a loss, or theta, is no longer finite.
     """
+    folder = pathlib.Path(workdir)
+    _claim(folder)
     take_round = jax.jit(experiment.algorithm.round, donate_argnums=0)
     state = experiment.algorithm.init(experiment.init())
-    with _Log(config, experiment, pathlib.Path(workdir)) as log:
+    clock = metrics.Clock()
+    with _Log(config, experiment, folder, clock) as log:
         pending: tuple | None = None
         for index in range(experiment.rounds):
             batches = experiment.batches(index * experiment.examples_per_round)
+            clock.begin()
             state, measured = take_round(state, batches)
+            timing = clock.dispatched(measured["loss"])
             last = index + 1 == experiment.rounds
             due = last or (index + 1) % config.evaluation.every_rounds == 0
             eval_loss = experiment.evaluate(state.params) if due else None
             # The device is busy with this round; meanwhile, look at the one before.
             if pending:
                 log.record(*pending)
-            pending = index, measured, eval_loss
+            pending = index, measured, eval_loss, timing
         if pending:
             log.record(*pending)
     return log.summary
@@ -48,16 +54,13 @@ def train(config: Config, experiment: Experiment, workdir: str) -> dict[str, Any
 class _Log:
     """Where a run is written down: the workdir and the terminal, by process 0 alone."""
 
-    def __init__(self, config, experiment, folder: pathlib.Path):
+    def __init__(self, config, experiment, folder, clock):
         self.summary: dict[str, Any] = {}
-        self._config, self._experiment, self._folder = config, experiment, folder
+        self._config, self._experiment = config, experiment
+        self._folder, self._clock = folder, clock
         self._writes = jax.process_index() == 0
-        self._clock = metrics.Clock()
         if self._writes:
-            _claim(folder)
-            (folder / "config.json").write_text(
-                json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8"
-            )
+            _write_json(folder / "config.json", config.to_dict())
             for line in _introduction(config, experiment, folder):
                 print(line, flush=True)
             self._rows = metrics.JsonLines(folder / "metrics.jsonl")
@@ -74,20 +77,19 @@ class _Log:
         self._rows.close()
         self._progress.stop()
         if kind is None:
-            text = json.dumps(self.summary, indent=2) + "\n"
-            (self._folder / "summary.json").write_text(text, encoding="utf-8")
+            _write_json(self._folder / "summary.json", self.summary)
             print(
                 f"eval_loss {self.summary['eval_loss']:.4f} nats per token "
                 f"({self.summary['bits_per_byte']:.4f} bits per byte) after "
                 f"{self.summary['seconds']:.0f} s"
             )
 
-    def record(self, index: int, measured: Any, eval_loss: Any) -> None:
+    def record(self, index: int, measured: Any, eval_loss: Any, timing: tuple) -> None:
         """Waits for what round `index` measured, checks it, and writes it down."""
         measured = _on_host(measured)
-        seconds = self._clock.end()
+        seconds = self._clock.finished(*timing)
         eval_loss = None if eval_loss is None else float(_on_host(eval_loss))
-        self._clock.begin()  # An evaluation is no part of a round.
+        self._clock.free()
         experiment, sync_every = self._experiment, self._config.sync_every
         step = index * sync_every
         metrics.check_finite(measured, step)
@@ -124,13 +126,30 @@ def _on_host(tree):
     return jax.device_get(tree)
 
 
+def _write_json(file, value):
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    file.write_text(text, encoding="utf-8")
+
+
 def _claim(folder):
-    """Makes the folder of a run, which must not hold another."""
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"workdir {folder} is a file; pass a folder")
-    if (folder / "config.json").exists():
-        raise FileExistsError(f"workdir {folder} holds a run already; pass another")
-    folder.mkdir(parents=True, exist_ok=True)
+    """Makes the folder of a run, which must not hold another.
+
+    Process 0 does it, and all learn whether it could, so that none waits for the others
+    in vain.
+    """
+    problem = ""
+    if jax.process_index() == 0:
+        if folder.exists() and not folder.is_dir():
+            problem = f"workdir {folder} is a file; pass a folder"
+        elif (folder / "config.json").exists():
+            problem = f"workdir {folder} holds a run already; pass another"
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+    refused = np.array(bool(problem))
+    if jax.process_count() > 1:
+        refused = multihost_utils.broadcast_one_to_all(refused)
+    if refused:
+        raise FileExistsError(problem or f"process 0 refused workdir {folder}")
 
 
 def _introduction(config, experiment, folder):

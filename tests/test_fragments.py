@@ -21,6 +21,11 @@ def test_the_whole_is_the_tree_itself():
     )
 
 
+def test_a_prefix_speaks_for_what_is_under_it():
+    part = fragments.take(PARAMS, {"embed": False, "blocks": True})
+    assert part == {"embed": None, "blocks": PARAMS["blocks"]}
+
+
 def test_take_keeps_names_and_picks_layers():
     part = fragments.take(PARAMS, ODD)
     assert part["embed"] is None
@@ -45,7 +50,7 @@ def test_put_leaves_the_rest_alone():
 
 def test_trees_may_hold_none():
     tree = {"w": jnp.ones(2), "b": None}
-    (whole,) = fragments.whole(tree)
+    whole = {"w": True, "b": None}
     assert fragments.take(tree, whole)["b"] is None
     assert fragments.put(tree, tree, whole)["b"] is None
 

@@ -15,7 +15,7 @@ def measured(loss=((1.0, 2.0), (3.0, 6.0)), grad_norm=((1.0, 1.0), (3.0, 5.0))):
         "loss": np.array(loss),
         "grad_norm": np.array(grad_norm),
         "delta_k_norm": np.array([[3.0, 4.0], [5.0, 12.0]]),
-        "delta_norm": np.array([6.0, 8.0]),
+        "delta_norm": np.array([3.0, 4.0]),
         "update_norm": np.array([0.0, 2.0]),
     }
 
@@ -37,15 +37,15 @@ def test_rows_of_steps_by_hand():
 
 
 def test_the_row_of_a_round_by_hand():
-    """Pooled: delta_k 5 and 13, delta 10, so 4 * 100 - 25 - 169 over 2 * 65."""
+    """Pooled: delta_k 5 and 13, delta 5, so 4 * 25 - 25 - 169 over 2 * 65."""
     row = metrics.round_row(measured(), {"round": 3})
     assert row == {
         "event": "round",
         "round": 3,
         "loss": 3.0,
-        "delta_norm": 10.0,
+        "delta_norm": 5.0,
         "delta_k_norm": 9.0,
-        "worker_cosine": pytest.approx(206 / 130),
+        "worker_cosine": pytest.approx(-94 / 130),
         "update_norm": 2.0,
     }
 
@@ -73,8 +73,22 @@ def test_without_two_deltas_there_is_no_cosine(norms):
 @pytest.mark.parametrize("key", ["loss", "grad_norm"])
 def test_a_run_that_diverged_is_stopped_at_its_first_step_and_worker(key, bad):
     values = ((1.0, 2.0, bad), (1.0, bad, bad), (1.0, 2.0, bad))
+    both = measured(np.ones((3, 3)), np.ones((3, 3))) | {key: np.array(values)}
     with pytest.raises(metrics.DivergedError, match=f"{key} of worker 1 .* step 32"):
-        metrics.check_finite(measured() | {key: np.array(values)}, step=30)
+        metrics.check_finite(both, step=30)
+
+
+def test_the_first_of_several_bad_numbers_is_named():
+    loss, norms = np.ones((2, 3)), np.ones((2, 3))
+    loss[0, 2], norms[1, 1] = np.nan, np.inf
+    with pytest.raises(metrics.DivergedError, match=r"grad_norm of worker 1 .* step 2"):
+        metrics.check_finite(measured(loss, norms), step=0)
+
+
+def test_an_outer_step_that_is_not_finite_stops_the_run():
+    norms = {"update_norm": np.array([1.0, np.nan])}
+    with pytest.raises(metrics.DivergedError, match="outer step after step 12"):
+        metrics.check_finite(measured() | norms, step=10)
 
 
 def test_finite_numbers_pass():
@@ -83,12 +97,12 @@ def test_finite_numbers_pass():
 
 def test_a_file_of_rows_is_strict_json(tmp_path):
     file = metrics.JsonLines(tmp_path / "rows.jsonl")
-    file.write([{"a": math.nan, "b": [1.5, math.inf]}, {"a": 1}])
+    file.write([{"a": math.nan, "b": [1.5]}, {"a": 1}])
     text = (tmp_path / "rows.jsonl").read_text()  # Before it is closed.
     file.close()
     refuse = lambda constant: pytest.fail(f"{constant} is no JSON")
     rows = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
-    assert rows == [{"a": None, "b": [1.5, None]}, {"a": 1}]
+    assert rows == [{"a": None, "b": [1.5]}, {"a": 1}]
 
 
 def test_a_progress_line_says_when_theta_was_evaluated():
@@ -100,13 +114,43 @@ def test_a_progress_line_says_when_theta_was_evaluated():
     )
 
 
-def test_the_clock_leaves_out_what_lies_between_rounds(monkeypatch):
-    now = iter([0.0, 10.0, 13.0, 15.0, 20.0, 24.0])
+class Result:
+    """Of a dispatch: there at once, or not yet."""
+
+    def __init__(self, ready):
+        self.is_ready = lambda: ready
+
+
+def clock_at(monkeypatch, *times):
+    now = iter(times)
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
-    clock = metrics.Clock()  # At 0.
-    assert clock.end() == 10.0  # The first round, which compiles.
-    clock.begin()  # At 13, after an evaluation.
-    assert clock.end() == 2.0
-    assert clock.end() == 5.0
-    assert clock.typical() == 3.5
-    assert clock.total() == 24.0
+    return metrics.Clock()
+
+
+def test_a_clock_of_dispatches_that_wait(monkeypatch):
+    """Rounds last from 1 to 11 and from 14 to 16; what lies between is no round."""
+    clock = clock_at(monkeypatch, 0.0, 1.0, 11.0, 14.0, 16.0, 17.0, 20.0)
+    clock.begin()
+    first = clock.dispatched(Result(ready=True))
+    clock.begin()
+    second = clock.dispatched(Result(ready=True))
+    assert clock.finished(*first) == 10.0
+    clock.free()  # At 17.
+    assert clock.finished(*second) == 2.0
+    assert clock.typical() == 2.0  # Without the first, which compiled.
+    assert clock.total() == 20.0
+
+
+def test_a_clock_of_dispatches_that_return_at_once(monkeypatch):
+    """Dispatched at 1 and 2; the first ends at 11, its evaluation at 14, then 19.
+
+    So the second, which waited for the evaluation, took five.
+    """
+    clock = clock_at(monkeypatch, 0.0, 1.0, 2.0, 11.0, 14.0, 19.0)
+    clock.begin()
+    first = clock.dispatched(Result(ready=False))
+    clock.begin()
+    second = clock.dispatched(Result(ready=False))
+    assert clock.finished(*first) == 10.0
+    clock.free()
+    assert clock.finished(*second) == 5.0

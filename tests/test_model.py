@@ -1,5 +1,6 @@
 """The decoder and its loss: properties, an independent forward pass, and shardings."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,7 +19,7 @@ CONFIG = model.ModelConfig(
     vocab_size=16, num_layers=2, width=16, head_dim=4, num_kv_heads=2, mlp_ratio=2.5,
     end_of_text=END, dtype="float64", param_dtype="float64",
 )  # fmt: skip
-replace = functools.partial(__import__("dataclasses").replace, CONFIG)
+replace = functools.partial(dataclasses.replace, CONFIG)
 
 
 @functools.cache
@@ -226,7 +227,8 @@ def test_the_initialization_is_the_papers():
     # A normal cut at three standard deviations has 0.9866 of its own.
     np.testing.assert_allclose(std(p["head"]["kernel"]), 0.9866 * 128**-0.5, rtol=0.03)
     assert float(abs(p["head"]["kernel"]).max()) <= 3 * 128**-0.5
-    scales = [x for x in jax.tree.leaves(p) if x.ndim == 1 or x.shape[-1] == 32]
+    scales = [x for path, x in jax.tree.leaves_with_path(p) if "scale" in str(path[-1])]
+    assert len(scales) == 7
     assert all(bool((x == 1).all()) for x in scales)
     first, second = a["query"]["kernel"][0], a["query"]["kernel"][1]
     assert float(abs(first - second).max()) > 0.01  # Layers differ.
@@ -234,7 +236,14 @@ def test_the_initialization_is_the_papers():
 
 @pytest.mark.parametrize(
     "width, layers, expected",
-    [(512, 6, 150_616_064), (1024, 12, 416_862_208), (4608, 54, 15_229_089_792)],
+    [
+        (512, 6, 150_616_064),
+        (1024, 12, 416_862_208),
+        (1536, 18, 914_343_936),
+        (2048, 24, 1_758_666_752),
+        (2560, 30, 3_065_436_160),
+        (4608, 54, 15_229_089_792),
+    ],
 )
 def test_the_papers_sizes_have_the_papers_numbers_of_parameters(
     width, layers, expected
@@ -251,11 +260,11 @@ def test_the_papers_sizes_have_the_papers_numbers_of_parameters(
         ({"head_dim": 3}, "head_dim must be even and divide width=16, got 3"),
         ({"head_dim": 6}, "head_dim must be even and divide width=16, got 6"),
         ({"num_kv_heads": 3}, "num_kv_heads must divide the 4 query heads"),
-        ({"num_kv_heads": -1}, "num_kv_heads must not be negative, got -1"),
+        ({"num_kv_heads": -1}, "num_kv_heads must be finite and not negative, got -1"),
         ({"mlp_ratio": 2.3}, r"whole number, got 2.3 \* 16"),
         ({"mlp_ratio": 0.0}, "positive whole number"),
         ({"end_of_text": 16}, "end_of_text must be less than vocab_size=16, got 16"),
-        ({"z_loss": -1.0}, "z_loss must not be negative"),
+        ({"z_loss": float("nan")}, "z_loss must be finite and not negative, got nan"),
         ({"dtype": "float33"}, "dtype must be one of .*, got 'float33'"),
     ],
 )

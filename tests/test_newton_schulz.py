@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden import wave
 from problem import assert_near
 
 import muloco_jax as mj
@@ -11,13 +12,6 @@ import muloco_jax as mj
 LISTS = {"jordan": mj.JORDAN, "dion": mj.DION, "polar_express": mj.POLAR_EXPRESS}
 # Bounds on the singular values that five rows reach from a Gaussian 64 x 256 matrix.
 BOUNDS = {"jordan": (0.65, 1.15), "dion": (0.97, 1.04), "polar_express": (0.84, 1.15)}
-
-
-def wave(shape, k):
-    """The input of the golden numbers: sin(0.37 k n + 0.1) + 0.5 cos(1.7 k n)."""
-    n = np.arange(np.prod(shape))
-    x = np.sin(0.37 * k * n + 0.1) + 0.5 * np.cos(1.7 * k * n)
-    return x.reshape(shape).astype(np.float32)
 
 
 def singular_values(x):
@@ -61,6 +55,30 @@ def test_singular_values_come_near_one(name):
     low, high = BOUNDS[name]
     assert low < singular_values(y).min()
     assert singular_values(y).max() < high
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        (
+            "jordan",
+            [1.110357, 0.698917, 1.122332, 0.71212, 1.079592, 0.722876, 0.696436],
+        ),
+        ("dion", [1.075139, 1.018025, 0.985689, 1.01905, 0.996224, 1.018629, 0.978346]),
+        (
+            "polar_express",
+            [0.979348, 0.996775, 1.108276, 1.016459, 1.129064, 0.946788, 0.903537],
+        ),
+    ],
+)
+def test_every_digit_of_the_lists_is_that_of_their_sources(name, expected):
+    """What singular values become, computed from the printed lists without the library.
+
+    A matrix of norm one has a given value s and sqrt(1 - s^2).
+    """
+    s = np.array([0.003, 0.01, 0.03, 0.1, 0.3, 0.6, 1.0])
+    x = jnp.stack([jnp.diag(jnp.array([a, np.sqrt(1 - a * a)])) for a in s])
+    assert_near(mj.orthogonalize(x, LISTS[name])[:, 0, 0], expected, atol=1e-6)
 
 
 def test_singular_vectors_stay():

@@ -1,16 +1,16 @@
 """Muon: golden numbers, routing, and what it must keep."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from golden import MUON
+from golden import MUON, wave
 from optax.contrib import MuonDimensionNumbers
-from problem import assert_near
-from test_newton_schulz import wave
+from problem import assert_close, assert_near
 
 import muloco_jax as mj
 
@@ -69,6 +69,48 @@ def test_the_sides_may_have_rates_and_decays_of_their_own():
     updates, _ = muon.update(zeros, muon.init(params), params)
     assert_near(updates["kernel"], -0.1 * 0.5 * jnp.eye(2))
     assert_near(updates["bias"], [-0.01 * 0.2] * 2)
+
+
+def test_the_decay_is_of_the_parameters_before_the_step():
+    """So with it an update differs by exactly the learning rate times it, unscaled."""
+    params = {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}
+    grads = jax.tree.map(jnp.cos, params)
+    plain, _ = _update(mj.muon(0.1), grads)
+    muon = mj.muon(0.1, weight_decay=0.5)
+    decayed, _ = muon.update(grads, muon.init(params), params)
+    for name in params:
+        assert_near(decayed[name] - plain[name], -0.1 * 0.5 * params[name])
+
+
+def test_the_defaults_are_the_papers():
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(mj.muon).parameters.items()
+    }
+    expected = {
+        "ns_coeffs": mj.DION,
+        "beta": 0.9,
+        "nesterov": False,
+        "scale": mj.spectral,
+        "adam_b1": 0.9,
+        "adam_b2": 0.99,
+        "adam_eps": 1e-8,
+        "adam_learning_rate": None,
+        "adam_weight_decay": None,
+        "muon_weight_dimension_numbers": mj.hidden_matrices,
+    }
+    assert {name: defaults[name] for name in expected} == expected
+
+
+def test_hyperparameters_may_be_injected():
+    static = ("ns_coeffs", "ns_steps", "scale", "muon_weight_dimension_numbers")
+    injected = optax.inject_hyperparams(mj.muon, static_args=static)
+    grads = {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}
+    updates, _ = _update(
+        injected(lambda step: 0.1 / (1 + step), weight_decay=0.3), grads
+    )
+    expected, _ = _update(mj.muon(0.1, weight_decay=0.3), grads)
+    assert_close(updates, expected)
 
 
 def test_masked_parameters_do_not_decay():
@@ -144,10 +186,21 @@ def test_axes_that_are_not_there_or_twice_are_refused(numbers):
         optimizer.init({"w": jnp.ones((2, 3))})
 
 
-@pytest.mark.parametrize("beta", [1.0, -0.1, 1.5])
-def test_beta_out_of_range_is_refused(beta):
-    with pytest.raises(ValueError, match=f"beta must be in .*{beta}"):
-        mj.muon(0.1, beta=beta)
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("beta", 1.0),
+        ("beta", np.float32(-0.5)),
+        ("eps", -1.0),
+        ("weight_decay", -0.1),
+        ("adam_b1", 1.5),
+        ("adam_b2", float("nan")),
+        ("adam_eps", -1e-8),
+    ],
+)
+def test_numbers_out_of_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=rf"{name} must be in \[0, .*{value}"):
+        mj.muon(0.1, **{name: value})
 
 
 def test_rows_are_never_cut():
@@ -159,16 +212,15 @@ def test_rows_are_never_cut():
 @pytest.mark.parametrize("param_dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("grad_dtype", [jnp.bfloat16, jnp.float32])
 def test_the_state_keeps_its_types_over_a_scan(param_dtype, grad_dtype):
-    params = {"kernel": jnp.ones((4, 6), param_dtype), "bias": jnp.ones(6, param_dtype)}
-    grads = jax.tree.map(lambda x: x.astype(grad_dtype), params)
-    optimizer = mj.scale_by_muon(weight_dimension_numbers=mj.hidden_matrices)
-    kernel = {"kernel": params["kernel"]}
+    params = {"kernel": jnp.ones((4, 6), param_dtype)}
+    grads = {"kernel": jnp.ones((4, 6), grad_dtype)}
+    optimizer = mj.scale_by_muon()
 
     def step(state, _):
-        updates, state = optimizer.update({"kernel": grads["kernel"]}, state)
+        updates, state = optimizer.update(grads, state)
         return state, updates["kernel"].dtype == grad_dtype
 
-    state, ok = jax.lax.scan(step, optimizer.init(kernel), None, length=2)
+    state, ok = jax.lax.scan(step, optimizer.init(params), None, length=2)
     assert ok.all()
     assert state.mu["kernel"].dtype == param_dtype
     assert state.count == 2

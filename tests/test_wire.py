@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from problem import FAST, NESTEROV, mesh
 
 import muloco_jax as mj
-from muloco_jax import model
+from muloco_jax import model, placement
 
 K, H, B, L = 4, 2, 4, 8
 CONFIG = model.ModelConfig(
@@ -46,7 +46,7 @@ class Programs:
         )
         self.params = model.init(CONFIG, jax.random.key(0))
         state = algo.init(self.params)
-        axes = tuple(a for a in model.BATCH_AXES if a in self.mesh.shape)
+        axes = placement.batch_axes(self.mesh)
         batches = jax.ShapeDtypeStruct(
             (K, H, B, L + 1),
             jnp.int32,

@@ -65,6 +65,11 @@ def test_claiming_that_workers_agree_without_a_mean_is_an_error_while_tracing(sl
         jax.eval_shape(forgot, jnp.ones((K, 2)))
 
 
+def test_a_program_of_shared_arguments_alone_is_refused():
+    with pytest.raises(ValueError, match=r"must be 0 .stacked., got .None,."):
+        mj.Workers(K).map(lambda x: x, (None,))
+
+
 def test_put_places_stacked_leaves_on_slices_and_global_ones_everywhere():
     workers = mj.Workers(K, mesh(workers=2))
     tree = {"mine": {"x": np.ones((K, 3))}, "ours": np.ones(3)}
