@@ -5,11 +5,12 @@ worker and step, or per fragment. Here those become rows for people and programs
 dicts, one JSON object a line, and a progress line.
 """
 
+import concurrent.futures
 import json
 import math
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -151,38 +152,38 @@ def _null_if_nan(value):
 
 
 class Clock:
-    """Times rounds, whether or not dispatching one waits until it ends.
-
-    On a GPU or TPU dispatching returns at once, and the device begins a round when it
-    is done with all before it; on several CPU devices dispatching waits.
-    """
+    """Times what a device does, which a host that dispatches ahead does not see."""
 
     def __init__(self):
-        self._start = self._free = self._began = time.monotonic()
+        self._start = self._free = time.monotonic()
         self._rounds: list[float] = []
+        self._watcher = concurrent.futures.ThreadPoolExecutor(max_workers=1)
 
     def total(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._start
 
-    def begin(self) -> None:
-        """A round is about to be dispatched."""
-        self._began = time.monotonic()
+    def watch(self, result: Any) -> Callable[[], float]:
+        """Watches an array just dispatched; the result waits for when it came."""
 
-    def dispatched(self, result: Any) -> tuple[float, float | None]:
-        """A round has been dispatched; when it began, and when it ended if it has."""
-        return self._began, time.monotonic() if result.is_ready() else None
+        def wait():
+            result.block_until_ready()
+            return time.monotonic()
 
-    def finished(self, began: float, ended: float | None) -> float:
-        """The result of a round, of which `dispatched` said this, is there; seconds."""
-        if ended is None:
-            began, ended = max(began, self._free), time.monotonic()
-        self._rounds.append(ended - began)
+        return self._watcher.submit(wait).result
+
+    def round(self, began: float, ended: float) -> float:
+        """The seconds of a round, dispatched at `began`, whose result came at `ended`.
+
+        It had to wait for the round before, or for the evaluation after that.
+        """
+        self._rounds.append(ended - max(began, self._free))
+        self._free = ended
         return self._rounds[-1]
 
-    def free(self) -> None:
-        """The device is done with all that was dispatched before the last round."""
-        self._free = time.monotonic()
+    def evaluation(self, ended: float) -> None:
+        """An evaluation ended, which kept the device from the next round."""
+        self._free = ended
 
     def typical(self) -> float:
         """Median seconds of a round; the first, which compiles, counts if alone."""

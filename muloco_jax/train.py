@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import time
 from typing import Any
 
 import jax
@@ -36,16 +37,17 @@ def train(config: Config, experiment: Experiment, workdir: str) -> dict[str, Any
         pending: tuple | None = None
         for index in range(experiment.rounds):
             batches = experiment.batches(index * experiment.examples_per_round)
-            clock.begin()
+            began = time.monotonic()
             state, measured = take_round(state, batches)
-            timing = clock.dispatched(measured["loss"])
+            ended = clock.watch(measured["loss"])
             last = index + 1 == experiment.rounds
             due = last or (index + 1) % config.evaluation.every_rounds == 0
             eval_loss = experiment.evaluate(state.params) if due else None
+            evaluated = clock.watch(eval_loss) if due else None
             # The device is busy with this round; meanwhile, look at the one before.
             if pending:
                 log.record(*pending)
-            pending = index, measured, eval_loss, timing
+            pending = index, measured, eval_loss, (began, ended, evaluated)
         if pending:
             log.record(*pending)
     return log.summary
@@ -84,12 +86,14 @@ class _Log:
                 f"{self.summary['seconds']:.0f} s"
             )
 
-    def record(self, index: int, measured: Any, eval_loss: Any, timing: tuple) -> None:
+    def record(self, index: int, measured: Any, eval_loss: Any, times: tuple) -> None:
         """Waits for what round `index` measured, checks it, and writes it down."""
         measured = _on_host(measured)
-        seconds = self._clock.finished(*timing)
-        eval_loss = None if eval_loss is None else float(_on_host(eval_loss))
-        self._clock.free()
+        began, ended, evaluated = times
+        seconds = self._clock.round(began, ended())
+        if evaluated:
+            eval_loss = float(_on_host(eval_loss))
+            self._clock.evaluation(evaluated())
         experiment, sync_every = self._experiment, self._config.sync_every
         step = index * sync_every
         metrics.check_finite(measured, step)

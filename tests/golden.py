@@ -4,7 +4,7 @@ import numpy as np
 
 
 def wave(shape, k):
-    """The input of the golden numbers: sin(0.37 k n + 0.1) + cos(1.7 k n) / 2, by row."""
+    """The inputs of the golden numbers: row by row, in float64 and then float32."""
     n = np.arange(np.prod(shape))
     x = np.sin(0.37 * k * n + 0.1) + 0.5 * np.cos(1.7 * k * n)
     return x.reshape(shape).astype(np.float32)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -114,43 +116,30 @@ def test_a_progress_line_says_when_theta_was_evaluated():
     )
 
 
-class Result:
-    """Of a dispatch: there at once, or not yet."""
+def test_a_round_is_timed_from_when_the_device_was_free(monkeypatch):
+    """Rounds dispatched at 1, 2, 30; results at 11, 19, 33; an evaluation until 14.
 
-    def __init__(self, ready):
-        self.is_ready = lambda: ready
-
-
-def clock_at(monkeypatch, *times):
-    now = iter(times)
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
-    return metrics.Clock()
-
-
-def test_a_clock_of_dispatches_that_wait(monkeypatch):
-    """Rounds last from 1 to 11 and from 14 to 16; what lies between is no round."""
-    clock = clock_at(monkeypatch, 0.0, 1.0, 11.0, 14.0, 16.0, 17.0, 20.0)
-    clock.begin()
-    first = clock.dispatched(Result(ready=True))
-    clock.begin()
-    second = clock.dispatched(Result(ready=True))
-    assert clock.finished(*first) == 10.0
-    clock.free()  # At 17.
-    assert clock.finished(*second) == 2.0
-    assert clock.typical() == 2.0  # Without the first, which compiled.
-    assert clock.total() == 20.0
-
-
-def test_a_clock_of_dispatches_that_return_at_once(monkeypatch):
-    """Dispatched at 1 and 2; the first ends at 11, its evaluation at 14, then 19.
-
-    So the second, which waited for the evaluation, took five.
+    The first took ten. The second waited for the evaluation and took five. The third
+    found the device idle.
     """
-    clock = clock_at(monkeypatch, 0.0, 1.0, 2.0, 11.0, 14.0, 19.0)
-    clock.begin()
-    first = clock.dispatched(Result(ready=False))
-    clock.begin()
-    second = clock.dispatched(Result(ready=False))
-    assert clock.finished(*first) == 10.0
-    clock.free()
-    assert clock.finished(*second) == 5.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: 0.0)
+    clock = metrics.Clock()
+    assert clock.round(began=1.0, ended=11.0) == 10.0
+    clock.evaluation(ended=14.0)
+    assert clock.round(began=2.0, ended=19.0) == 5.0
+    assert clock.round(began=30.0, ended=33.0) == 3.0
+    assert clock.typical() == 4.0  # Without the first, which compiled.
+
+
+def test_watching_tells_when_a_result_came():
+    came = threading.Event()
+
+    class Result:
+        block_until_ready = staticmethod(came.wait)
+
+    clock = metrics.Clock()
+    before = time.monotonic()
+    when = clock.watch(Result)
+    time.sleep(0.05)  # The host is elsewhere.
+    came.set()
+    assert 0.05 <= when() - before < 5
