@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     config = ConfigDict()
     config.seed = 0  # Of the parameters and of the order of the data.
-    config.steps = 600  # Inner steps in all, of each worker; a multiple of sync_every.
+    config.steps = 480  # Inner steps in all, of each worker; a multiple of sync_every.
     config.sync_every = 30  # H, inner steps per round.
 
     config.workers = ConfigDict()
@@ -75,6 +75,6 @@ def get_config() -> ConfigDict:
 
     # Of theta, right after a sync, on all held-out text.
     config.evaluation = ConfigDict()
-    config.evaluation.every_rounds = 5  # Besides the last round.
+    config.evaluation.every_rounds = 8  # Besides the last round.
     config.evaluation.batch_size = 16  # Sequences at a time on each slice of the batch.
     return config.lock()
