@@ -2,8 +2,8 @@
 
     python run.py
 
-It takes about two minutes on two CPU cores and reaches an eval_loss of 1.76 nats per
-byte.
+It takes two to three minutes on two CPU cores and reaches an eval_loss of 1.79 nats per
+token (standard deviation 0.012 over three seeds).
 
 Paper: Therien et al., MuLoCo, https://arxiv.org/abs/2505.23725
 """

@@ -113,7 +113,7 @@ def diloco(
     workers: Workers,
     sync_every: int,
     reduce: compress.Reducer | None = None,
-    fragments: Sequence[fragments_lib.Fragment] = (True,),
+    fragments: Sequence[fragments_lib.Fragment] | None = None,
     delay: int = 0,
     keep_local: float = 0.0,
     specs: PyTree | None = None,
@@ -144,8 +144,9 @@ def diloco(
     """
     if not 0 <= keep_local <= 1:
         raise ValueError(f"keep_local must be in [0, 1], got {keep_local}")
-    fragments = [jax.tree.map(_static, fragment) for fragment in fragments]
-    schedule = fragments_lib.schedule(sync_every, len(fragments), delay)
+    parts = [True] if fragments is None else fragments
+    parts = [jax.tree.map(_static, part) for part in parts]
+    schedule = fragments_lib.schedule(sync_every, len(parts), delay)
     reduce = reduce or compress.reducer(compress.all_reduce_mean(workers))
     inner = optax.with_extra_args_support(inner)
 
@@ -161,7 +162,7 @@ def diloco(
     def shardings(state):
         theta, own = state.params, state.workers
         outer_specs, reduce_specs = [], []
-        for part, outer_state in zip(fragments, state.outer_state, strict=True):
+        for part, outer_state in zip(parts, state.outer_state, strict=True):
             spec = part_specs(theta, part)
             of_part = fragments_lib.take(theta, part)
             outer_specs.append(optimizer_specs(outer_state, of_part, spec))
@@ -183,11 +184,11 @@ def diloco(
     @jax.jit
     def init(params):
         _check_params(params)
-        fragments_lib.check(fragments, params)
+        fragments_lib.check(parts, params)
         workers.check_specs(specs_of(params), params)
         stack = lambda x: jnp.broadcast_to(x, (workers.num, *x.shape))
         outer_state, reduce_state = [], []
-        for part in fragments:
+        for part in parts:
             theta = jax.tree.map(wide, fragments_lib.take(params, part))
             outer_state.append(outer.init(theta))
             spec = part_specs(params, part)
@@ -233,7 +234,7 @@ def diloco(
         return constrain(state._replace(workers=own, step=state.step + steps)), measured
 
     def send_and_measure(state, i):
-        part = fragments[i]
+        part = parts[i]
         theta = fragments_lib.take(state.params, part)
         take = lambda tree: fragments_lib.take(tree, part)
         subtract = lambda t, t_k: wide(t)[None] - wide(t_k)
@@ -258,7 +259,7 @@ def diloco(
         return send_and_measure(state, i)[:2]
 
     def receive(state, delta, i):
-        part = fragments[i]
+        part = parts[i]
         theta = fragments_lib.take(state.params, part)
         outer_state = list(state.outer_state)
         updates, outer_state[i] = outer.update(
