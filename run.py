@@ -7,7 +7,7 @@ meaning. Without --workdir it makes runs/<config>-<time>.
 
 On several hosts, start it on each of them with --distributed. Where JAX cannot find the
 others by itself (it can on TPU pods, under Slurm, Open MPI and Kubernetes), add
- --coordinator=HOST:PORT --num_processes=N --process_id=I.
+--coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
 import pathlib

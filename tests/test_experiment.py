@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from problem import assert_close, assert_near
+from small_run import settings, write_text
 
 import muloco_jax as mj
 from configs import default
@@ -15,26 +16,10 @@ from muloco_jax import corpus, data, experiment, model
 @pytest.fixture
 def config(tmp_path):
     """A small one, with text of its own."""
-    (tmp_path / "text.txt").write_text(
-        "to be or not to be, that is the question. " * 40
-    )
+    write_text(tmp_path)
     config = default.get_config()
     config.update_from_flattened_dict(
-        {
-            "steps": 4,
-            "sync_every": 2,
-            "schedule.warmup_steps": 1,
-            "model.width": 16,
-            "model.head_dim": 8,
-            "model.num_layers": 1,
-            "model.mlp_ratio": 2.0,
-            "data.format": "text",
-            "data.path": str(tmp_path / "text.txt"),
-            "data.cache": str(tmp_path),
-            "data.sequence_length": 16,
-            "data.batch_size": 8,
-            "evaluation.batch_size": 3,
-        }
+        settings(tmp_path, **{"steps": 4, "evaluation.batch_size": 3})
     )
     return config
 

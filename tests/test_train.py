@@ -11,41 +11,25 @@ import jax
 import numpy as np
 import portpicker
 import pytest
+from small_run import settings, write_text
 
 from configs import default
 from muloco_jax import experiment, metrics, train
 
 ROOT = pathlib.Path(__file__).parent.parent
-SMALL = {
-    "steps": 6,
-    "sync_every": 2,
-    "schedule.warmup_steps": 1,
-    "model.width": 16,
-    "model.head_dim": 8,
-    "model.num_layers": 1,
-    "model.mlp_ratio": 2.0,
-    "data.format": "text",
-    "data.sequence_length": 16,
-    "data.batch_size": 8,
-    "evaluation.every_rounds": 2,
-}
+SIX_STEPS = {"steps": 6, "evaluation.every_rounds": 2}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
-    (folder / "text.txt").write_text("to be or not to be, that is the question. " * 40)
+    write_text(folder)
     return folder
-
-
-def settings(folder, **others):
-    data = {"data.path": str(folder / "text.txt"), "data.cache": str(folder)}
-    return SMALL | data | others
 
 
 def run_in_process(folder, workdir, **others):
     config = default.get_config()
-    config.update_from_flattened_dict(settings(folder, **others))
+    config.update_from_flattened_dict(settings(folder, **SIX_STEPS | others))
     return config, train.train(config, experiment.build(config), str(workdir))
 
 
@@ -147,7 +131,9 @@ def test_two_processes_train_as_one_does(folder):
     """Each owns half of the devices; the numbers differ by the order of sums."""
     port = portpicker.pick_unused_port()
     both = ["--distributed", f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
-    arguments = flags(settings(folder, **{"mesh.data": 2, "workers.num": 2}))
+    arguments = flags(
+        settings(folder, **SIX_STEPS, **{"mesh.data": 2, "workers.num": 2})
+    )
     alone = command(*arguments, f"--workdir={folder / 'alone'}")
     code, out, err = finish(alone)
     assert (code, err) == (0, ""), err
