@@ -47,16 +47,19 @@ def worker_cosine(delta_k_norm: np.ndarray, delta_norm: float) -> float:
     return float(((len(norms) * delta_norm) ** 2 - squares) / pairs)
 
 
-def check_finite(measured: Mapping[str, np.ndarray], step: int) -> None:
+def check_finite(
+    measured: Mapping[str, np.ndarray], step: int, eval_loss: float | None = None
+) -> None:
     """Stops a run that has diverged.
 
     Args:
         measured: what `DiLoCo.round` returned, on the host.
         step: inner steps before that round.
+        eval_loss: of theta after that round, if it was evaluated.
 
     Raises:
         DivergedError: naming the first step and worker with a number not finite, or
-            the outer step.
+            the outer step, or the evaluation.
     """
     loss, grad_norm = measured["loss"], measured["grad_norm"]
     if len(bad := np.argwhere(~np.isfinite(loss + grad_norm).T)):
@@ -71,6 +74,11 @@ def check_finite(measured: Mapping[str, np.ndarray], step: int) -> None:
     if not np.isfinite(measured["update_norm"]).all():
         raise DivergedError(
             f"the outer step after step {step + loss.shape[1]} is not finite; lower "
+            f"the outer learning rate"
+        )
+    if eval_loss is not None and not math.isfinite(eval_loss):
+        raise DivergedError(
+            f"eval_loss became {eval_loss} after step {step + loss.shape[1]}; lower "
             f"the outer learning rate"
         )
 

@@ -26,7 +26,7 @@ def train(config: Config, experiment: Experiment, workdir: str) -> dict[str, Any
 
     Raises:
         FileExistsError: if `workdir` is a file, or holds a run already.
-        metrics.DivergedError: if a loss, or theta, is no longer finite.
+        metrics.DivergedError: if a loss, theta or an evaluation is no longer finite.
     """
     folder = pathlib.Path(workdir)
     _claim(folder)
@@ -96,7 +96,7 @@ class _Log:
             self._clock.evaluation(evaluated())
         experiment, sync_every = self._experiment, self._config.sync_every
         step = index * sync_every
-        metrics.check_finite(measured, step)
+        metrics.check_finite(measured, step, eval_loss)
         progress = {
             "round": index + 1,
             "step": step + sync_every,

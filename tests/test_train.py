@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import portpicker
 import pytest
@@ -116,6 +117,15 @@ def test_a_theta_that_is_not_finite_stops_even_the_last_round(folder):
     with pytest.raises(metrics.DivergedError, match="outer step after step 2"):
         run_in_process(folder, folder / "theta", **rates)
     assert not (folder / "theta" / "summary.json").exists()
+
+
+def test_an_evaluation_that_is_not_finite_stops_the_run(ran, folder):
+    config, _, _ = ran
+    built = experiment.build(config)
+    broken = built._replace(evaluate=lambda params: jnp.float32(jnp.nan))
+    with pytest.raises(metrics.DivergedError, match="eval_loss became nan"):
+        train.train(config, broken, str(folder / "evaluation"))
+    assert not (folder / "evaluation" / "summary.json").exists()
 
 
 def test_a_run_that_diverges_stops_and_leaves_no_summary(folder):
