@@ -177,13 +177,12 @@ def inner_optimizer(
 def outer_optimizer(config: Config) -> optax.GradientTransformation:
     """The optimizer that turns delta into a step of theta."""
     outer = config.outer
+    momentum = outer.momentum or None  # None keeps no buffer.
     match outer.name:
         case "nesterov":
-            return optax.sgd(
-                outer.learning_rate, momentum=outer.momentum, nesterov=True
-            )
+            return optax.sgd(outer.learning_rate, momentum, nesterov=True)
         case "sgd":
-            return optax.sgd(outer.learning_rate, momentum=outer.momentum)
+            return optax.sgd(outer.learning_rate, momentum)
         case name:
             raise ValueError(f"outer.name must be 'nesterov' or 'sgd', got {name!r}")
 

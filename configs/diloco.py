@@ -1,0 +1,18 @@
+"""DiLoCo with four workers: AdamW inside, Nesterov outside. Comparable to `muloco.py`.
+
+    python run.py --config=configs/diloco.py
+
+Paper: Douillard et al., DiLoCo, https://arxiv.org/abs/2311.08105
+"""
+
+from ml_collections import ConfigDict
+
+from configs import muloco
+
+
+def get_config() -> ConfigDict:
+    config = muloco.get_config()
+    config.inner.name = "adamw"
+    config.inner.learning_rate = 2**-8
+    config.outer.momentum = 0.9  # As the MuLoCo paper's code has it at K = 8.
+    return config
