@@ -116,6 +116,7 @@ def diloco(
     fragments: Sequence[fragments_lib.Fragment] | None = None,
     delay: int = 0,
     keep_local: float = 0.0,
+    microbatch: int = 0,
     specs: PyTree | None = None,
 ) -> DiLoCo:
     """Builds the algorithm from its parts.
@@ -135,6 +136,10 @@ def diloco(
             DiLoCo).
         keep_local: share of theta_k that a worker keeps on receiving theta (alpha of
             Streaming DiLoCo), in [0, 1]. At 0 all workers restart from theta.
+        microbatch: examples of a worker's batch per evaluation of the loss; 0: all. The
+            gradients of the parts are averaged, in float32 or wider, before the inner
+            optimizer sees them; so are their losses. It divides the batch, so each part
+            counts alike: the loss must be a mean over examples of equal weight.
         specs: partition specs of the parameters over the mesh axes inside a worker, a
             tree like them; by default they are replicated there.
 
@@ -144,11 +149,18 @@ def diloco(
     """
     if not 0 <= keep_local <= 1:
         raise ValueError(f"keep_local must be in [0, 1], got {keep_local}")
+    if isinstance(microbatch, bool) or not isinstance(microbatch, int | np.integer):
+        raise ValueError(f"microbatch must be an int, got {microbatch!r}")
+    if microbatch < 0:
+        raise ValueError(f"microbatch must not be negative, got {microbatch}")
     parts = [True] if fragments is None else fragments
     parts = [jax.tree.map(_static, part) for part in parts]
     schedule = fragments_lib.schedule(sync_every, len(parts), delay)
     reduce = reduce or compress.reducer(compress.all_reduce_mean(workers))
     inner = optax.with_extra_args_support(inner)
+    differentiate = _accumulated(
+        jax.value_and_grad(_with_extra(loss), has_aux=True), microbatch
+    )
 
     def specs_of(params):
         if specs is None:
@@ -207,9 +219,7 @@ def diloco(
 
         def step(carry, batch):
             params, opt_state = carry
-            (value, extra), grads = jax.value_and_grad(_with_extra(loss), has_aux=True)(
-                params, batch
-            )
+            (value, extra), grads = differentiate(params, batch)
             measured = {"loss": value, "grad_norm": _norm(grads)}
             if taken := extra.keys() & {*measured, *SYNC_METRICS}:
                 raise ValueError(
@@ -344,6 +354,41 @@ def _with_extra(loss):
         return result
 
     return wrapped
+
+
+def _accumulated(differentiate, size):
+    """`differentiate`, on parts of `size` examples of the batch, averaged."""
+
+    def leaf(x):
+        count, rest = divmod(x.shape[0] if x.ndim else 0, size)
+        if rest or not count:
+            raise ValueError(
+                f"microbatch={size} must divide the examples of a worker's batch, "
+                f"which has a leaf of shape {x.shape}"
+            )
+        # Part i takes every count-th example, so that a batch that is spread over
+        # devices has each part spread over all of them.
+        return jnp.moveaxis(x.reshape(size, count, *x.shape[1:]), 1, 0)
+
+    def averaged(params, batch):
+        parts = jax.tree.map(leaf, batch)
+        count = len(jax.tree.leaves(parts)[0])
+        if count == 1:
+            return differentiate(params, batch)
+        shapes = jax.eval_shape(differentiate, params, batch)
+        dtype = lambda x: jnp.promote_types(x.dtype, jnp.float32)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype(x)), shapes)
+
+        def add(total, part):
+            found = differentiate(params, part)
+            return jax.tree.map(lambda t, x: t + x / count, total, found), None
+
+        total, _ = jax.lax.scan(add, zeros, parts)
+        inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+        narrow = lambda t, x: t.astype(x.dtype) if inexact(x) else t
+        return jax.tree.map(narrow, total, shapes)
+
+    return averaged if size else differentiate
 
 
 def _check_batches(batches, num):

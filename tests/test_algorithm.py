@@ -184,6 +184,64 @@ def test_the_loss_may_report_more():
     np.testing.assert_array_equal(metrics["twice"], [[2, 4], [6, 8]])
 
 
+MICROBATCHES = (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("shape", [{"workers": 1}, {"workers": 2, "fsdp": 2}], ids=str)
+def test_any_microbatch_gives_the_same_round(shape):
+    """B = 8: in parts, up to the order of sums, which float64 hides."""
+
+    def reporting(params, batch):
+        value = loss(params, batch)
+        return value, {"twice": 2 * value, "tokens": batch["x"].size * jnp.ones(2)}
+
+    results, mesh_ = [], mesh(**shape)
+    for microbatch in MICROBATCHES:
+        if microbatch % shape.get("fsdp", 1):
+            continue
+        algo = mj.diloco(
+            reporting,
+            mj.muon(0.02),
+            NESTEROV,
+            workers=mj.Workers(K, mesh_),
+            sync_every=H,
+            microbatch=microbatch,
+            specs=SPECS if "fsdp" in shape else None,
+        )
+        round_ = jax.jit(algo.round, compiler_options=FAST)
+        state, metrics = round_(algo.init(params()), place(batches(0), mesh_))
+        assert_near(metrics["twice"], 2 * metrics["loss"])
+        assert_near(metrics.pop("tokens"), np.full((K, H, 2), float(microbatch)))
+        results.append((state, metrics))
+    for result in results:
+        assert_close(result, results[-1])
+
+
+def test_gradients_of_microbatches_are_added_in_float32():
+    """1 + 2^-8 + 2^-8 is 1.0078125; in bfloat16 each of the small ones would be lost."""
+    algo = small(optax.sgd(1.0), optax.sgd(1.0), num=1, microbatch=1)
+    state = algo.init({"x": jnp.zeros((), jnp.bfloat16)})
+    batch = jnp.array([1.0, 2**-8, 2**-8, 0.0], jnp.bfloat16)
+    state, _ = algo.round(state, batch[None, None])
+    assert_near(state.params["x"], -(1 + 2**-7) / 4)
+
+
+@pytest.mark.parametrize(
+    "microbatch, message",
+    [
+        (-1, "microbatch must not be negative, got -1"),
+        (1.0, "microbatch must be an int, got 1.0"),
+        (True, "microbatch must be an int, got True"),
+        (3, r"microbatch=3 must divide .* leaf of shape \(4,\)"),
+        (8, r"microbatch=8 must divide .* leaf of shape \(4,\)"),
+    ],
+)
+def test_a_microbatch_that_does_not_fit_is_refused(microbatch, message):
+    with pytest.raises(ValueError, match=message):
+        algo = small(optax.sgd(1.0), optax.sgd(1.0), microbatch=microbatch)
+        algo.round(algo.init({"x": jnp.zeros(())}), jnp.zeros((2, 1, 4)))
+
+
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "update_norm"])
 def test_the_loss_may_not_report_what_is_measured_already(name):
     algo = mj.diloco(
