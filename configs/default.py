@@ -68,6 +68,9 @@ def get_config() -> ConfigDict:
     config.data.format = "shakespeare"
     config.data.path = ""  # For "text": a file, a folder of *.txt, or a glob pattern.
     config.data.held_out = 0.05  # For "text": share of the tokens, at the end.
+    config.data.vocab_size = 0  # For token shards, and required there: number of ids.
+    # For token shards: id that ends a document; -1: none, attention goes on past them.
+    config.data.end_of_text = -1
     config.data.cache = ""  # Folder of tokenized texts; "": ~/.cache/muloco_jax.
     config.data.sequence_length = 128  # Tokens that a sequence predicts.
     # Sequences per inner step over all workers; a multiple of workers.num.

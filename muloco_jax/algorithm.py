@@ -29,6 +29,7 @@ References:
     Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025, algorithm 1
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -176,7 +177,8 @@ def diloco(
         outer_specs, reduce_specs = [], []
         for part, outer_state in zip(parts, state.outer_state, strict=True):
             spec = part_specs(theta, part)
-            of_part = fragments_lib.take(theta, part)
+            take = functools.partial(fragments_lib.take, fragment=part)
+            of_part = jax.eval_shape(take, theta)  # Shapes have no layers to pick.
             outer_specs.append(optimizer_specs(outer_state, of_part, spec))
             reduce_specs.append(reduce.specs(spec))
         spec = specs_of(theta)

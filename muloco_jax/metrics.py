@@ -47,6 +47,47 @@ def worker_cosine(delta_k_norm: np.ndarray, delta_norm: float) -> float:
     return float(((len(norms) * delta_norm) ** 2 - squares) / pairs)
 
 
+# Device kinds are those that jax.experimental.pallas.tpu and the CUDA driver report.
+# TPU: https://docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x. A chip is one
+# device, but one of TPU7x, of 2307e12, is two. NVIDIA: the data sheets of A100, H100,
+# H200 and HGX B200, without sparsity, which would double it.
+_PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 2307e12 / 2,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 operations per second that a device is sold for.
+
+    >>> peak_flops("TPU v5 lite")
+    197000000000000.0
+
+    Args:
+        device_kind: of a `jax.Device`.
+
+    Returns:
+        None for a device that is not in the table, as a share of a GPU is not.
+    """
+    return _PEAK_FLOPS.get(device_kind)
+
+
 def check_finite(
     measured: Mapping[str, np.ndarray], step: int, eval_loss: float | None = None
 ) -> None:

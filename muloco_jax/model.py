@@ -12,6 +12,7 @@ Shapes: B sequences, L tokens of each, D width, N query heads, G key and value h
 H size of a head, F hidden width of the MLP, V vocabulary.
 
 References:
+    Chowdhery et al., `PaLM <https://arxiv.org/abs/2204.02311>`_, 2022
     Grattafiori et al., `Llama 3 <https://arxiv.org/abs/2407.21783>`_, 2024
     Gemma Team, `Gemma 3 <https://arxiv.org/abs/2503.19786>`_, 2025
     Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
@@ -406,6 +407,24 @@ def next_token_loss(config: ModelConfig) -> Callable[[PyTree, jax.Array], jax.Ar
         return loss
 
     return loss
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
+    """Floating-point operations that training on one token takes.
+
+    Six per parameter that multiplies an activation (two forward, four backward): all
+    kernels and the head, not the embedding table and the norms. Plus `12 D L` per layer
+    for queries times keys and weights times values, all L of them: the causal mask
+    saves nothing in this convention (Chowdhery et al., PaLM, 2022, appendix B). What is
+    recomputed to save memory does not count.
+
+    >>> flops_per_token(ModelConfig(10, num_layers=1, width=8, head_dim=4), 2)
+    5376
+    """
+    d, kv = config.width, config.kv_heads * config.head_dim
+    kernels = 2 * d * d + 2 * d * kv + 3 * d * config.mlp_width
+    matrices = config.num_layers * kernels + d * config.vocab_size
+    return 6 * matrices + 12 * config.num_layers * d * sequence_length
 
 
 def partition_specs(config: ModelConfig, mesh: Mesh) -> PyTree:

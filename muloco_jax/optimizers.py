@@ -149,14 +149,10 @@ def scale_by_muon(
     _check_range("eps", eps)
     coefficients = newton_schulz.coefficients_of(ns_coeffs)
 
-    def numbers_of(values):
-        numbers = weight_dimension_numbers
-        return numbers(values) if callable(numbers) else numbers
-
     def init(params):
         jax.tree_util.tree_map_with_path(
             lambda path, n, x: _matrix_axes(tree.name(path), n, jnp.shape(x)),
-            numbers_of(params),
+            _resolved(weight_dimension_numbers, params),
             params,
             is_leaf=_is_numbers,
         )
@@ -176,11 +172,12 @@ def scale_by_muon(
             axes = _matrix_axes(tree.name(path), numbers, x.shape)
             matrices, restore = _as_matrices(x, *axes)
             ortho = newton_schulz.orthogonalize(matrices, coefficients, eps=eps)
-            fan_in, fan_out = matrices.shape[-2:]
-            return restore(scale(fan_in, fan_out) * ortho).astype(gradient.dtype)
+            factor = scale(*_fans(x.shape, axes))
+            return restore(factor * ortho).astype(gradient.dtype)
 
+        numbers = _resolved(weight_dimension_numbers, updates)
         directions = jax.tree_util.tree_map_with_path(
-            leaf, numbers_of(updates), ahead, updates, is_leaf=_is_numbers
+            leaf, numbers, ahead, updates, is_leaf=_is_numbers
         )
         mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
         return directions, MuonState(state.count + 1, mu)
@@ -260,23 +257,19 @@ def muon(
         _check_range(name, value, 1)
     _check_range("adam_eps", adam_eps)
 
-    def numbers_of(params):
-        numbers = muon_weight_dimension_numbers
-        return numbers(params) if callable(numbers) else numbers
-
     def labels(params):
-        label = lambda numbers: "adam" if numbers is None else "muon"
-        return jax.tree.map(label, numbers_of(params), is_leaf=_is_numbers)
+        numbers = _resolved(muon_weight_dimension_numbers, params)
+        return jax.tree.map(_side, numbers, is_leaf=_is_numbers)
 
     def only_matrices(params):  # Under `partition`, other leaves are MaskedNodes.
         absent = lambda x: isinstance(x, optax.MaskedNode)
         keep = lambda x, numbers: x if absent(x) else numbers
-        return jax.tree.map(keep, params, numbers_of(params), is_leaf=absent)
+        numbers = _resolved(muon_weight_dimension_numbers, params)
+        return jax.tree.map(keep, params, numbers, is_leaf=absent)
 
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
-    if adam_weight_decay is None:
-        adam_weight_decay = weight_decay
+    decays = _decays(weight_decay, adam_weight_decay)
     matrices = optax.chain(
         scale_by_muon(
             beta,
@@ -287,7 +280,7 @@ def muon(
             mu_dtype=mu_dtype,
             weight_dimension_numbers=only_matrices,
         ),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.add_decayed_weights(decays["muon"], weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
     adam = optax.adamw(
@@ -296,10 +289,98 @@ def muon(
         adam_b2,
         adam_eps,
         mu_dtype=mu_dtype,
-        weight_decay=adam_weight_decay,
+        weight_decay=decays["adam"],
         mask=weight_decay_mask,
     )
     return optax.partition({"muon": matrices, "adam": adam}, labels)
+
+
+class Route(NamedTuple):
+    """What `muon` does to a parameter.
+
+    Attributes:
+        path: of the parameter in the tree.
+        shape: of the parameter.
+        side: "muon" or "adam".
+        fan_in: of the matrix that Muon sees; None for Adam.
+        fan_out: of the matrix that Muon sees; None for Adam.
+        factor: of the learning rate; 1 for Adam.
+        decay: weight decay, to be multiplied by the learning rate alone.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    side: str
+    fan_in: int | None
+    fan_out: int | None
+    factor: float
+    decay: float
+
+
+def routing_table(
+    params: PyTree,
+    *,
+    scale: Factor = spectral,
+    weight_decay: float = 0.0,
+    weight_decay_mask: PyTree | Callable[[PyTree], PyTree] | None = None,
+    adam_weight_decay: float | None = None,
+    muon_weight_dimension_numbers: PyTree
+    | Callable[[PyTree], PyTree] = hidden_matrices,
+) -> list[Route]:
+    """What `muon` with the same keywords would do to each parameter.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"embed": jnp.ones((9, 4)), "up": jnp.ones((4, 16))}
+    >>> for route in routing_table(params, weight_decay=0.1):
+    ...     print(*route)
+    embed (9, 4) adam None None 1.0 0.1
+    up (4, 16) muon 4 16 2.0 0.1
+
+    Args:
+        params: arrays or their shapes.
+        scale: see `muon`, as all that follow.
+        weight_decay: of both sides.
+        weight_decay_mask: which parameters decay; None: all.
+        adam_weight_decay: of the Adam side; None: `weight_decay`.
+        muon_weight_dimension_numbers: what Muon gets.
+
+    Returns:
+        One row per parameter, in the order of the tree.
+
+    Raises:
+        ValueError: for a parameter that cannot be routed.
+    """
+    numbers = _resolved(muon_weight_dimension_numbers, params)
+    mask = True if weight_decay_mask is None else _resolved(weight_decay_mask, params)
+    decays = _decays(weight_decay, adam_weight_decay)
+
+    def leaf(path, x, numbers, may_decay):
+        name, side = tree.name(path), _side(numbers)
+        fan_in, fan_out, factor = None, None, 1.0
+        if side == "muon":
+            fan_in, fan_out = _fans(x.shape, _matrix_axes(name, numbers, x.shape))
+            factor = scale(fan_in, fan_out)
+        decay = decays[side] if may_decay else 0.0
+        return Route(name, x.shape, side, fan_in, fan_out, factor, decay)
+
+    routes = jax.tree_util.tree_map_with_path(
+        leaf, params, numbers, jax.tree.broadcast(mask, params)
+    )
+    return jax.tree.leaves(routes, is_leaf=lambda x: isinstance(x, Route))
+
+
+def _resolved(value, params):
+    """A tree that may be given as a function of the parameters."""
+    return value(params) if callable(value) else value
+
+
+def _side(numbers):
+    return "adam" if numbers is None else "muon"
+
+
+def _decays(weight_decay, adam_weight_decay):
+    adam = weight_decay if adam_weight_decay is None else adam_weight_decay
+    return {"muon": weight_decay, "adam": adam}
 
 
 def _check_range(name, value, below=math.inf):
@@ -329,12 +410,18 @@ def _matrix_axes(name, numbers, shape):
     return fan_in, fan_out
 
 
+def _fans(shape, axes):
+    """Fan-in and fan-out, from the axes of each."""
+    fan_in, fan_out = (math.prod(shape[a] for a in group) for group in axes)
+    return fan_in, fan_out
+
+
 def _as_matrices(x, in_axes, out_axes):
     """`x` as `[..., fan_in, fan_out]`, and the function that undoes it."""
     batch = tuple(a for a in range(x.ndim) if a not in in_axes + out_axes)
     order = batch + in_axes + out_axes
     moved = x.transpose(order)
-    fan_in = math.prod(x.shape[a] for a in in_axes)
-    matrices = moved.reshape(*moved.shape[: len(batch)], fan_in, -1)
+    fans = _fans(x.shape, (in_axes, out_axes))
+    matrices = moved.reshape(*moved.shape[: len(batch)], *fans)
     inverse = [order.index(a) for a in range(x.ndim)]
     return matrices, lambda y: y.reshape(moved.shape).transpose(inverse)

@@ -22,6 +22,29 @@ def measured(loss=((1.0, 2.0), (3.0, 6.0)), grad_norm=((1.0, 1.0), (3.0, 5.0))):
     }
 
 
+@pytest.mark.parametrize(
+    "device_kind, teraflops",
+    [
+        ("TPU v4", 275),
+        ("TPU v5 lite", 197),  # v5e
+        ("TPU v5", 459),  # v5p
+        ("TPU v6 lite", 918),  # v6e
+        ("TPU7x", 1153.5),  # Two devices are a chip.
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA B200", 2250),
+    ],
+)
+def test_the_peak_of_a_device_is_its_vendors(device_kind, teraflops):
+    assert metrics.peak_flops(device_kind) == pytest.approx(teraflops * 1e12)
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
+def test_the_peak_of_other_devices_is_unknown(device_kind):
+    assert metrics.peak_flops(device_kind) is None
+
+
 def test_rows_of_steps_by_hand():
     first, second = metrics.inner_rows(measured(), 10, np.array([0.5, 0.25]))
     assert first == {

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from problem import FAST, assert_close, assert_near, mesh
@@ -251,6 +253,36 @@ def test_the_papers_sizes_have_the_papers_numbers_of_parameters(
     config = model.ModelConfig(128_256, layers, width, head_dim=128)
     shapes = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
     assert sum(x.size for x in jax.tree.leaves(shapes)) == expected
+
+
+def matrix_product_flops(jaxpr):
+    """Of all matrix products that a jaxpr carries out, by their shapes."""
+    total = 0
+    for equation in jaxpr.eqns:
+        assert equation.primitive.name not in ("while", "cond")  # How often, or which?
+        if equation.primitive.name == "dot_general":
+            (contracting, _), _ = equation.params["dimension_numbers"]
+            lhs, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            # M, N and the batch are in the result, K is what it lacks.
+            total += 2 * math.prod(out) * math.prod(lhs[i] for i in contracting)
+        inner = jaxprs_in_params(equation.params)
+        times = equation.params.get("length", 1)  # Of a scan.
+        total += times * sum(map(matrix_product_flops, inner))
+    return total
+
+
+@pytest.mark.parametrize("kv_heads, layers, chunk", [(2, 2, 0), (4, 3, 2)])
+def test_flops_are_those_of_the_matrix_products_of_a_training_step(
+    kv_heads, layers, chunk
+):
+    """But for the logits, which the backward pass computes again to save memory."""
+    config = replace(num_kv_heads=kv_heads, num_layers=layers, loss_chunk=chunk)
+    shapes = jax.eval_shape(lambda: model.init(config, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((3, 9), jnp.int32)
+    step = jax.value_and_grad(model.next_token_loss(config))
+    counted = matrix_product_flops(jax.make_jaxpr(step)(shapes, tokens).jaxpr)
+    recomputed = 2 * config.width * config.vocab_size
+    assert counted == 3 * 8 * (model.flops_per_token(config, 8) + recomputed)
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,82 @@ def test_the_learning_rate_may_be_a_schedule():
         assert_near(updates["kernel"], expected * first)
 
 
+ROUTED = {
+    "embed": (9, 4),
+    "blocks": {"up": (3, 4, 16), "down": (3, 16, 4), "norm": (3, 4)},
+    "fused": (6, 2, 4),
+    "bias": (5,),
+}
+MASK = {"embed": False, "blocks": True, "fused": True, "bias": False}
+
+
+def _numbers(params):
+    """By name, but for a kernel [N, D, H] whose fan-in is D."""
+    plain = {name: params[name] for name in params if name != "fused"}
+    return {**mj.hidden_matrices(plain), "fused": MuonDimensionNumbers(1, (0, 2))}
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"weight_decay": 0.3},
+        {"weight_decay": 0.3, "adam_weight_decay": 0.2, "scale": mj.match_rms_adamw},
+        {"weight_decay": 0.3, "adam_weight_decay": 0.0, "scale": mj.width},
+        {
+            "weight_decay": 0.3,
+            "weight_decay_mask": lambda p: jax.tree.map(lambda x: x.ndim > 1, p),
+        },
+        {"weight_decay": 0.3, "weight_decay_mask": MASK},
+    ],
+    ids=["plain", "decay", "two decays", "one decay", "mask", "prefix mask"],
+)
+@pytest.mark.parametrize("from_shapes", [False, True])
+def test_the_routing_table_tells_what_muon_does(keywords, from_shapes):
+    """The first update, from each row alone: Muon turns the first gradient into its
+    nearest orthogonal matrices, Adam into its sign; both decay."""
+    random = np.random.default_rng(0)
+    draw = lambda shape: jnp.asarray(random.standard_normal(shape))
+    is_shape = lambda x: isinstance(x, tuple)
+    params = jax.tree.map(draw, ROUTED, is_leaf=is_shape)
+    grads = jax.tree.map(draw, ROUTED, is_leaf=is_shape)
+    keywords = keywords | {"muon_weight_dimension_numbers": _numbers}
+    muon = mj.muon(0.1, adam_eps=0.0, **keywords)
+    updates, _ = muon.update(grads, muon.init(params), params)
+    shapes = jax.eval_shape(lambda: params)
+    table = mj.routing_table(shapes if from_shapes else params, **keywords)
+    by_path = lambda tree: {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x
+        for path, x in jax.tree.leaves_with_path(tree)
+    }
+    updates, grads, params = by_path(updates), by_path(grads), by_path(params)
+    assert [row.path for row in table] == list(params)
+    for row in table:
+        assert row.shape == params[row.path].shape
+        if row.side == "muon":
+            direction = _orthogonal(row, grads[row.path])
+        else:
+            assert (row.side, row.fan_in, row.fan_out) == ("adam", None, None)
+            direction = jnp.sign(grads[row.path])
+        expected = row.factor * direction + row.decay * params[row.path]
+        assert_near(updates[row.path], -0.1 * expected, err_msg=row.path)
+
+
+def _orthogonal(row, gradient):
+    """Of the matrices `[fan_in, fan_out]` in `gradient`, whose layout is known here."""
+    if row.path == "fused":
+        assert (row.fan_in, row.fan_out) == (2, 24)
+        gradient = gradient.swapaxes(0, 1).reshape(2, 24)
+        return mj.orthogonalize(gradient).reshape(2, 6, 4).swapaxes(0, 1)
+    assert (row.fan_in, row.fan_out) == gradient.shape[-2:]
+    return mj.orthogonalize(gradient)
+
+
+def test_the_routing_table_names_what_it_cannot_route():
+    with pytest.raises(ValueError, match=r"conv has shape \(3, 3, 4, 8\)"):
+        mj.routing_table({"conv": jnp.ones((3, 3, 4, 8))})
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _update(optimizer, grads):
     return optimizer.update(grads, optimizer.init(grads), grads)
