@@ -237,8 +237,8 @@ class Batches:
         if self.epoch < num_workers * batch_size:
             raise ValueError(
                 f"the training text has {sum(map(len, streams))} tokens, which is "
-                f"{self.epoch} examples of length {sequence_length}, but one inner step "
-                f"of all workers takes {num_workers * batch_size}"
+                f"{self.epoch} examples of length {sequence_length}, but one inner "
+                f"step of all workers takes {num_workers * batch_size}"
             )
         self._examples = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
         self._num_workers, self._batch_size = num_workers, batch_size
