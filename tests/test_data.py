@@ -261,11 +261,11 @@ def test_files_may_be_held_out_whole(folder, tmp_path):
 
 def test_a_file_that_is_trained_on_and_held_out_is_an_error_that_names_it(folder):
     (folder / "link").symlink_to(folder / "sub")
-    for held_out in ("sub", "link/a.txt"):
-        with pytest.raises(ValueError, match=r"sub/a\.txt is in both path=.*/sub"):
-            corpora.find_files(
-                str(folder / "sub"), "*.txt", 0.5, str(folder / held_out)
-            )
+    for path, held_out in (("sub", "sub"), ("sub", "link/a.txt"), ("link", "sub")):
+        with pytest.raises(
+            ValueError, match=rf"{path}/a\.txt is in both path=.*{path}"
+        ):
+            corpora.find_files(str(folder / path), "*.txt", 0.5, str(folder / held_out))
 
 
 def json_lines(folder, *contents, held_out=0.5, held_out_path="", field="text"):
@@ -310,6 +310,12 @@ def test_lines_of_json_may_be_held_out_whole(tmp_path):
     tokens = data.tokenize(text, BYTES, str(tmp_path / "cache"))
     assert train_stream(tokens).tolist() == [END, *b"ab", END]
     assert tokens.held_out.tolist() == [END, *b"xy", END, *b"z", END]
+    (tmp_path / "held_out.txt").write_text("\n")
+    text = json_lines(
+        tmp_path, b'{"text": "ab"}', held_out_path=str(tmp_path / "held_out.txt")
+    )
+    with pytest.raises(ValueError, match="0 of 4 tokens would be held out"):
+        data.tokenize(text, BYTES, str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(

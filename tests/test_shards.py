@@ -56,6 +56,8 @@ def test_ids_of_either_type_go_up_to_its_end(tmp_path):
     small = write_llmc(tmp_path / "small.bin", [0, 2**16 - 1])
     large = write_llama(tmp_path / "large.bin", [0, 2**31 - 2])
     assert shards.llmc(small, 2**16).tolist() == [0, 2**16 - 1]
+    with pytest.raises(ValueError, match="token id 65535 at position 1"):
+        shards.llmc(small, 2**16 - 1)
     assert shards.llmc(large, 2**31 - 1).tolist() == [0, 2**31 - 2]
     assert shards.nanogpt(write_nanogpt(small, [2**16 - 1]), 2**16).tolist() == [65535]
 
