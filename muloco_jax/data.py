@@ -57,8 +57,8 @@ class Tokens(NamedTuple):
         train: ids `[tokens]` of each stream.
         held_out: ids `[1 + tokens]`; the first is context alone.
         held_out_bytes: bytes of text in the held-out part; 0 if unknown.
-        fingerprint: hexadecimal, of all that decides what is in `train` and `held_out`
-            but not of where it lies.
+        fingerprint: hexadecimal, of the data and their split, wherever the files lie;
+            it tells texts apart by every byte, shards by name, size and both ends.
     """
 
     train: tuple[np.ndarray, ...]

@@ -199,7 +199,7 @@ def test_two_processes_train_as_one_does(folder):
         (["tiny"], "unexpected argument 'tiny'"),
         (["--process_id=1"], "process_id without --distributed has no effect"),
         (["--config.steps=70"], "steps=70 is not a multiple of sync_every=30"),
-        (["--config.data.path=x"], "set data.format=text"),
+        (["--config.data.path=x"], "or set data.format to jsonl or llmc"),
     ],
 )
 def test_a_bad_command_line_is_answered_in_one_line(arguments, message):
