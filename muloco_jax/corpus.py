@@ -6,6 +6,7 @@ A corpus is a row of documents, read one at a time, of which the last are held o
 import glob
 import hashlib
 import importlib.metadata
+import json
 import os
 import pathlib
 import re
@@ -101,25 +102,57 @@ def _clean_play(markdown: str) -> str:
     return text.replace("\N{EM DASH}", "--").strip() + "\n"
 
 
-def text_files(path: str, held_out: float) -> Corpus:
-    """Text files as they are, each a document, in the order of their names.
+class Files(NamedTuple):
+    """Files in the order of their names, and what of them is held out.
+
+    Attributes:
+        train: all but those that are held out whole.
+        held_out: those that are held out whole.
+        held_out_share: what share of all tokens, at the end, is held out if no file is.
+    """
+
+    train: tuple[pathlib.Path, ...]
+    held_out: tuple[pathlib.Path, ...]
+    held_out_share: float
+
+
+def find_files(
+    path: str, pattern: str, held_out: float, held_out_path: str = ""
+) -> Files:
+    """The files of a text or of token shards.
 
     Args:
-        path: a file, a folder (all of its `*.txt`, at any depth), or a glob pattern.
-        held_out: share of the tokens, at the end, that is held out; in (0, 1).
+        path: a file, a folder, or a glob pattern.
+        pattern: of the names of files that a folder is read for, at any depth.
+        held_out: share of the tokens, at the end, that is held out; in (0, 1). Not used
+            if there is a `held_out_path`.
+        held_out_path: like `path`, of files that are held out whole.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if a file is empty, or `held_out` is out of range.
+        ValueError: if a file is empty, or in both paths, or `held_out` is out of range.
     """
-    if not 0 < held_out < 1:
-        raise ValueError(f"held_out must be between 0 and 1, got {held_out}")
+    if not held_out_path:
+        if not 0 < held_out < 1:
+            raise ValueError(f"held_out must be between 0 and 1, got {held_out}")
+        return Files(_matches(path, pattern), (), held_out)
+    files = Files(_matches(path, pattern), _matches(held_out_path, pattern), 0.0)
+    held_out_files = {file.resolve() for file in files.held_out}
+    if both := [str(file) for file in files.train if file.resolve() in held_out_files]:
+        raise ValueError(
+            f"{', '.join(both)} is in both path={path} and held_out_path="
+            f"{held_out_path}; what is held out must not be trained on, so narrow one"
+        )
+    return files
+
+
+def _matches(path, pattern):
     if not path:
         raise FileNotFoundError("path is empty; it must name a file, folder or glob")
     root = pathlib.Path(os.path.expanduser(path))
     if root.is_dir():
-        files = sorted(p for p in root.rglob("*.txt") if p.is_file())
-        what = f"no *.txt files in the folder {path}"
+        files = sorted(p for p in root.rglob(pattern) if p.is_file())
+        what = f"no {pattern} files in the folder {path}"
     else:
         found = glob.glob(str(root), recursive=True)
         files = sorted({p for p in map(pathlib.Path, found) if p.is_file()})
@@ -129,8 +162,67 @@ def text_files(path: str, held_out: float) -> Corpus:
         raise FileNotFoundError(what)
     if empty := [str(file) for file in files if file.stat().st_size == 0]:
         raise ValueError(f"{', '.join(empty)} is empty; remove it or fill it")
+    return tuple(files)
+
+
+def text_files(files: Files) -> Corpus:
+    """Text files as they are, each a document."""
     return Corpus(
         version="text-1",
-        documents=lambda: (file.read_bytes() for file in files),
-        held_out_share=held_out,
+        documents=lambda: (file.read_bytes() for file in files.train + files.held_out),
+        held_out_documents=len(files.held_out),
+        held_out_share=files.held_out_share,
     )
+
+
+def json_lines(files: Files, field: str) -> Corpus:
+    """Files with a JSON object on each line, of which each is a document.
+
+    Args:
+        files: the files, in UTF-8.
+        field: key of the text in each object.
+
+    Raises:
+        ValueError: if a line is no such object, now or when the documents are read.
+    """
+
+    def documents(files):
+        return (text for file in files for text in _json_texts(file, field))
+
+    return Corpus(
+        version="jsonl-1",
+        documents=lambda: documents(files.train + files.held_out),
+        held_out_documents=sum(1 for _ in documents(files.held_out)),
+        held_out_share=files.held_out_share,
+    )
+
+
+def _json_texts(file, field):
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            # Blank lines are fine at the end; this reads on to see whether it is one.
+            if not line.strip() and not any(rest.strip() for rest in lines):
+                return
+            try:
+                text = _json_text(line, field)
+            except ValueError as error:
+                raise ValueError(f"line {number} of {file}: {error}") from None
+            yield text
+
+
+def _json_text(line, field):
+    """The text in one line, or an error that says what is wrong with it."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise ValueError(f"must be a JSON object, got {line[:40]!r}")
+    if field not in row:
+        raise ValueError(
+            f"has no {field!r}, only {', '.join(map(repr, row))}; set data.field to "
+            f"the key of the text"
+        )
+    if not isinstance(row[field], str):
+        raise ValueError(f"{field!r} must be a string, got {type(row[field]).__name__}")
+    return row[field].encode("utf-8")

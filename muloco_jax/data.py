@@ -7,24 +7,27 @@ one:
     eot doc_1 eot doc_2 eot ... doc_n eot
     |------- train -------|--- held out ---|
 
-Training examples are windows of L + 1 tokens that overlap by one, so that every token
-is predicted once an epoch, but for the fewer than L that remain. They are shuffled
-globally, anew each epoch, by random access. So the whole state of the data is one
-number, the examples consumed, and what it yields depends neither on the number of
-workers nor on that of processes.
+Token shards are tokens already. Each is a stream of its own, and is read where it lies.
+
+Training examples are windows of L + 1 tokens of a stream that overlap by one, so that
+every token is predicted once an epoch, but for the fewer than L that remain of each
+stream. They are shuffled globally, anew each epoch, by random access. So the whole
+state of the data is one number, the examples consumed, and what it yields depends
+neither on the number of workers nor on that of processes.
 """
 
 import hashlib
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import grain
 import numpy as np
 
-from muloco_jax.corpus import Corpus
+from muloco_jax import shards
+from muloco_jax.corpus import Corpus, Files
 
 
 class Tokenizer(NamedTuple):
@@ -48,17 +51,20 @@ BYTES = Tokenizer("bytes", 257, 256, lambda text: np.frombuffer(text, np.uint8))
 
 
 class Tokens(NamedTuple):
-    """The two parts of a token stream, memory-mapped.
+    """What is trained on, memory-mapped, and what is held out.
 
     Attributes:
-        train: ids `[tokens]`.
-        held_out: ids `[1 + tokens]`; the first is context alone, the last of `train`.
-        held_out_bytes: bytes of text in the held-out part.
+        train: ids `[tokens]` of each stream.
+        held_out: ids `[1 + tokens]`; the first is context alone.
+        held_out_bytes: bytes of text in the held-out part; 0 if unknown.
+        fingerprint: hexadecimal, of the data and their split, wherever the files lie;
+            it tells texts apart by every byte, shards by name, size and both ends.
     """
 
-    train: np.ndarray
+    train: tuple[np.ndarray, ...]
     held_out: np.ndarray
     held_out_bytes: int
+    fingerprint: str
 
 
 def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache: str = "") -> Tokens:
@@ -78,7 +84,8 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache: str = "") -> Tokens:
         digest.update(len(text).to_bytes(8, "little"))
         digest.update(text)
         sizes.append(len(text))
-    file = _cache_folder(cache) / f"{digest.hexdigest()[:32]}.bin"
+    key = digest.hexdigest()[:32]
+    file = _cache_folder(cache) / f"{key}.bin"
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     stream = _read(file, dtype)
     ends = np.flatnonzero(stream == tokenizer.end_of_text)
@@ -96,11 +103,55 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache: str = "") -> Tokens:
         held_out_bytes = round(sum(sizes) * texts / (len(stream) - len(ends)))
     cut = len(stream) - held_out
     if cut < 2 or held_out_bytes < 1:
-        raise ValueError(
-            f"{held_out} of {len(stream)} tokens would be held out; hold out more than "
-            f"none and fewer than all"
-        )
-    return Tokens(stream[:cut], stream[cut - 1 :], held_out_bytes)
+        raise _nothing_left(held_out, len(stream))
+    return Tokens(
+        (stream[:cut],), stream[cut - 1 :], held_out_bytes, _fingerprint(key, cut)
+    )
+
+
+def read_shards(
+    files: Files, read: Callable[[pathlib.Path, int], np.ndarray], vocab_size: int
+) -> Tokens:
+    """The tokens of shards; of those trained on none is copied into memory.
+
+    The held-out share is cut from the end of the shards one after another. The first
+    token of shards that are held out whole is context alone.
+
+    Args:
+        files: the shards.
+        read: a file and `vocab_size` to its ids, such as `shards.nanogpt`.
+        vocab_size: number of ids.
+
+    Raises:
+        ValueError: if a file is not what `read` reads, or if nothing would be held out,
+            or everything.
+    """
+    train = [read(file, vocab_size) for file in files.train]
+    held_out = [read(file, vocab_size) for file in files.held_out]
+    total = cut = sum(map(len, train))
+    if not held_out:
+        cut -= round(files.held_out_share * total)
+        if not 2 <= cut < total:
+            raise _nothing_left(total - cut, total)
+        ends = np.cumsum([len(stream) for stream in train])
+        last = int(np.searchsorted(ends, cut))  # The shard that is cut, or ends there.
+        kept = cut - int(ends[last]) + len(train[last])
+        held_out = [train[last][kept - 1 :], *train[last + 1 :]]
+        train = [*train[:last], train[last][:kept]]
+    content = shards.fingerprint(files.train + files.held_out)
+    return Tokens(tuple(train), np.concatenate(held_out), 0, _fingerprint(content, cut))
+
+
+def _nothing_left(held_out, total):
+    return ValueError(
+        f"{held_out} of {total} tokens would be held out; hold out more than none and "
+        f"fewer than all"
+    )
+
+
+def _fingerprint(content, cut):
+    """Of what the data are, and of how many tokens of them are trained on."""
+    return hashlib.sha256(f"{content} {cut}".encode()).hexdigest()[:16]
 
 
 def _cache_folder(cache: str) -> pathlib.Path:
@@ -134,15 +185,19 @@ def _write(file, corpus, tokenizer, dtype):
 class _Windows:
     """Windows of `length + 1` tokens, `length` apart: a random-access source."""
 
-    def __init__(self, tokens: np.ndarray, length: int):
-        self._tokens, self._length = tokens, length
+    def __init__(self, streams: Sequence[np.ndarray], length: int):
+        self._streams, self._length = streams, length
+        counts = [(len(stream) - 1) // length for stream in streams]
+        self._first = np.cumsum([0, *counts])  # Window of each stream, and the end.
 
     def __len__(self):
-        return (len(self._tokens) - 1) // self._length
+        return int(self._first[-1])
 
     def __getitem__(self, index):
-        start = int(index) * self._length
-        return self._tokens[start : start + self._length + 1].astype(np.int32)
+        stream = int(np.searchsorted(self._first, index, side="right")) - 1
+        start = (int(index) - int(self._first[stream])) * self._length
+        window = self._streams[stream][start : start + self._length + 1]
+        return window.astype(np.int32)
 
 
 class Batches:
@@ -159,7 +214,7 @@ class Batches:
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        streams: Sequence[np.ndarray],
         sequence_length: int,
         num_workers: int,
         batch_size: int,
@@ -168,7 +223,7 @@ class Batches:
         """Lays out the examples.
 
         Args:
-            tokens: the training stream.
+            streams: the training tokens; no example is of two streams.
             sequence_length: L, tokens that an example predicts.
             num_workers: K.
             batch_size: B, sequences per worker and inner step.
@@ -177,13 +232,13 @@ class Batches:
         Raises:
             ValueError: if there is not enough text for one inner step.
         """
-        windows = _Windows(tokens, sequence_length)
+        windows = _Windows(streams, sequence_length)
         self.epoch = len(windows)
         if self.epoch < num_workers * batch_size:
             raise ValueError(
-                f"the training text has {len(tokens)} tokens, which is {self.epoch} "
-                f"examples of length {sequence_length}, but one inner step of all "
-                f"workers takes {num_workers * batch_size}"
+                f"the training text has {sum(map(len, streams))} tokens, which is "
+                f"{self.epoch} examples of length {sequence_length}, but one inner "
+                f"step of all workers takes {num_workers * batch_size}"
             )
         self._examples = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
         self._num_workers, self._batch_size = num_workers, batch_size
@@ -216,8 +271,17 @@ def evaluation_windows(
     Returns:
         Tokens `[n, L + 1]`, int32, the last window filled up with the last token, and
         which of their targets `[n, L]` count, bool.
+
+    Raises:
+        ValueError: if there are fewer than L tokens to predict.
     """
     targets = len(tokens) - 1
+    if targets < sequence_length:
+        raise ValueError(
+            f"the held-out text has {targets} tokens to predict, fewer than one "
+            f"sequence of length {sequence_length}; hold out more, or take shorter "
+            f"sequences"
+        )
     n = -(-targets // sequence_length)
     place = np.arange(n)[:, None] * sequence_length + np.arange(sequence_length + 1)
     windows = tokens[np.minimum(place, targets)].astype(np.int32)

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from muloco_jax import compress, corpus, data, model, optimizers, placement
+from muloco_jax import compress, corpus, data, model, optimizers, placement, shards
 from muloco_jax.algorithm import DiLoCo, diloco
 from muloco_jax.workers import AXIS, Workers
 
@@ -39,7 +39,7 @@ class Experiment(NamedTuple):
         num_params: parameters of the model.
         wire_bytes: bytes that one worker sends in a round, if each has a mesh slice.
         held_out_tokens: tokens that `evaluate` predicts.
-        held_out_bytes: bytes of text that those are.
+        held_out_bytes: bytes of text that those are; 0 if unknown.
     """
 
     workers: Workers
@@ -73,8 +73,8 @@ def build(config: Config) -> Experiment:
     placement.set_cpu_devices(slices * math.prod(inside.values()))
     mesh = placement.make_mesh(config.workers.num, config.mesh.workers, inside)
     workers = Workers(config.workers.num, mesh, config.workers.sequential)
-    tokenizer = data.BYTES
-    tokens = data.tokenize(_corpus(config), tokenizer, config.data.cache)
+    vocabulary = _vocabulary(config)
+    tokens = _tokens(config)
     batches = data.Batches(
         tokens.train,
         config.data.sequence_length,
@@ -82,7 +82,7 @@ def build(config: Config) -> Experiment:
         config.data.batch_size // workers.num,
         config.seed,
     )
-    model_config = _model_config(config, tokenizer)
+    model_config = _model_config(config, vocabulary)
     specs = model.partition_specs(model_config, workers.mesh)
     schedule = learning_rate_schedule(config)
     reduce = compress.reducer(compress.all_reduce_mean(workers))
@@ -209,6 +209,8 @@ _RANGES = {
     "outer.learning_rate": (0, math.inf),
     "outer.momentum": (0, 1),
     "model.vocab_multiple": (1, math.inf),
+    "data.vocab_size": (0, 2**31),
+    "data.end_of_text": (-1, 2**31),
     "data.sequence_length": (1, math.inf),
     "data.batch_size": (1, math.inf),
     "evaluation.every_rounds": (1, math.inf),
@@ -249,29 +251,89 @@ def _check_multiple(key, value, divisor, divisor_key):
         )
 
 
-def _corpus(config):
-    match config.data.format:
-        case "shakespeare" if config.data.path:
+# Keys of `data` that some formats have no use for -> those that do, and the value that
+# stands in configs/default.py and says nothing.
+_FILES, _SHARDS = {"text", "jsonl", "nanogpt", "llmc"}, {"nanogpt", "llmc"}
+_USES = {
+    "path": (_FILES, ""),
+    "held_out": (_FILES, 0.05),
+    "held_out_path": (_FILES, ""),
+    "field": ({"jsonl"}, "text"),
+    "vocab_size": (_SHARDS, 0),
+    "end_of_text": (_SHARDS, -1),
+    "cache": ({"shakespeare", "text", "jsonl"}, ""),
+}
+
+
+def _check_uses(keys):
+    for key, (formats, unset) in _USES.items():
+        value = keys[key]
+        if value != unset and keys.format not in formats:
             raise ValueError(
-                f"data.path={config.data.path} is given, but data.format is "
-                f"'shakespeare', which has no path; set data.format=text"
+                f"data.{key}={value} is given, but data.format is {keys.format!r}, "
+                f"which has no use for it; leave it at {unset!r}, or set data.format "
+                f"to {' or '.join(sorted(formats))}"
             )
-        case "shakespeare":
-            return corpus.shakespeare()
-        case "text":
-            return corpus.text_files(config.data.path, config.data.held_out)
+
+
+def _unknown_format(name):
+    return ValueError(
+        f"data.format must be 'shakespeare', 'text', 'jsonl', 'nanogpt' or 'llmc', got "
+        f"{name!r}"
+    )
+
+
+def _vocabulary(config):
+    """Number of token ids, and the id that ends a document; reads no file."""
+    keys = config.data
+    match keys.format:
+        case "shakespeare" | "text" | "jsonl":
+            vocabulary = data.BYTES.vocab_size, data.BYTES.end_of_text
+        case "nanogpt" | "llmc":
+            vocabulary = keys.vocab_size, keys.end_of_text
         case name:
-            raise ValueError(
-                f"data.format must be 'shakespeare' or 'text', got {name!r}"
-            )
+            raise _unknown_format(name)
+    _check_uses(keys)
+    if vocabulary[0] <= max(0, vocabulary[1]):
+        raise ValueError(
+            f"data.vocab_size={keys.vocab_size} must be above 0 and above "
+            f"data.end_of_text={keys.end_of_text}; give that of the tokenizer which "
+            f"wrote the files, as they do not say it"
+        )
+    return vocabulary
 
 
-def _model_config(config, tokenizer):
+def _tokens(config):
+    keys = config.data
+    find = functools.partial(
+        corpus.find_files,
+        keys.path,
+        held_out=keys.held_out,
+        held_out_path=keys.held_out_path,
+    )
+    match keys.format:
+        case "shakespeare":
+            text = corpus.shakespeare()
+        case "text":
+            text = corpus.text_files(find("*.txt"))
+        case "jsonl":
+            text = corpus.json_lines(find("*.jsonl"), keys.field)
+        case "nanogpt":
+            return data.read_shards(find("*.bin"), shards.nanogpt, keys.vocab_size)
+        case "llmc":
+            return data.read_shards(find("*.bin"), shards.llmc, keys.vocab_size)
+        case name:
+            raise _unknown_format(name)
+    return data.tokenize(text, data.BYTES, keys.cache)
+
+
+def _model_config(config, vocabulary):
+    vocab_size, end_of_text = vocabulary
     multiple = config.model.vocab_multiple
     try:
         return model.ModelConfig(
-            vocab_size=-(-tokenizer.vocab_size // multiple) * multiple,
-            end_of_text=tokenizer.end_of_text,
+            vocab_size=-(-vocab_size // multiple) * multiple,
+            end_of_text=end_of_text,
             num_layers=config.model.num_layers,
             width=config.model.width,
             head_dim=config.model.head_dim,

@@ -21,8 +21,8 @@ def train(config: Config, experiment: Experiment, workdir: str) -> dict[str, Any
     step and for each round) and at the end `summary.json`.
 
     Returns:
-        The summary: `eval_loss` of theta in nats per token, `bits_per_byte`, `step`,
-        `tokens`, `wire_bytes_per_worker`, `seconds` and more.
+        The summary: `eval_loss` of theta in nats per token, `bits_per_byte` (where the
+        bytes are known), `step`, `tokens`, `wire_bytes_per_worker`, `seconds` and more.
 
     Raises:
         FileExistsError: if `workdir` is a file, or holds a run already.
@@ -80,9 +80,11 @@ class _Log:
         self._progress.stop()
         if kind is None:
             _write_json(self._folder / "summary.json", self.summary)
+            bits = ""
+            if "bits_per_byte" in self.summary:
+                bits = f"({self.summary['bits_per_byte']:.4f} bits per byte) "
             print(
-                f"eval_loss {self.summary['eval_loss']:.4f} nats per token "
-                f"({self.summary['bits_per_byte']:.4f} bits per byte) after "
+                f"eval_loss {self.summary['eval_loss']:.4f} nats per token {bits}after "
                 f"{self.summary['seconds']:.0f} s"
             )
 
@@ -108,7 +110,8 @@ class _Log:
         if eval_loss is not None:
             nats = eval_loss * experiment.held_out_tokens
             progress["eval_loss"] = eval_loss
-            progress["bits_per_byte"] = nats / math.log(2) / experiment.held_out_bytes
+            if bytes_of_text := experiment.held_out_bytes:  # Unknown of token shards.
+                progress["bits_per_byte"] = nats / math.log(2) / bytes_of_text
         row = metrics.round_row(measured, progress)
         typical = self._clock.typical()
         self.summary = {

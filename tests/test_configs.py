@@ -3,6 +3,7 @@
 import importlib
 import pathlib
 
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
@@ -74,9 +75,26 @@ class Watched:
 def test_every_key_is_read(tmp_path):
     read = set()
     (tmp_path / "text.txt").write_text("a" * 10_000)
-    for name in ("shakespeare", "text"):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 10_000)
+    tokens, path = np.zeros(10_000, "<u2"), str(tmp_path)
+    tokens.tofile(tmp_path / "tokens.bin")
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    (tmp_path / "tokens.llmc").write_bytes(header.tobytes() + tokens.tobytes())
+    for settings in (
+        {"format": "shakespeare"},
+        {"format": "text", "path": path},
+        {"format": "jsonl", "path": path},
+        {"format": "nanogpt", "path": path, "vocab_size": 1},
+        {"format": "llmc", "path": f"{path}/*.llmc", "vocab_size": 1},
+    ):
         config = default.get_config()
-        config.data.format = name
-        config.data.path = "" if name == "shakespeare" else str(tmp_path)
+        config.data.update(settings)
         experiment.build(Watched(config, read))
     assert read == dict(keys(default.get_config())).keys()
+
+
+def test_what_says_nothing_is_what_the_default_says():
+    config = default.get_config()
+    for key, (_, unset) in experiment._USES.items():
+        assert config.data[key] == unset, key

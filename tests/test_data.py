@@ -1,5 +1,7 @@
 """Data: every byte is counted, every epoch is a permutation, nothing leaks."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -19,7 +21,12 @@ def corpus(*texts, documents=1, share=0.0, version="test"):
 
 def batches(num_tokens=203, num_workers=4, batch_size=2, seed=0):
     """Of 50 examples; token i is i, so that an example says where it comes from."""
-    return data.Batches(np.arange(num_tokens), L, num_workers, batch_size, seed)
+    return data.Batches((np.arange(num_tokens),), L, num_workers, batch_size, seed)
+
+
+def train_stream(tokens):
+    (stream,) = tokens.train
+    return stream
 
 
 def starts(examples):
@@ -38,7 +45,7 @@ def test_shakespeare_is_the_text_that_results_are_quoted_for(tmp_path):
     assert [play.split(b"\n")[0] for play in held_out] == [b"The Tempest", b"Macbeth"]
     tokens = data.tokenize(text, BYTES, str(tmp_path))
     ends = lambda plays: np.concatenate([[*play, END] for play in plays])
-    np.testing.assert_array_equal(tokens.train, [END, *ends(train)])
+    np.testing.assert_array_equal(train_stream(tokens), [END, *ends(train)])
     np.testing.assert_array_equal(tokens.held_out, [END, *ends(held_out)])
     assert tokens.held_out_bytes == sum(map(len, held_out))
 
@@ -51,11 +58,16 @@ def test_evaluation_predicts_every_held_out_byte_once(tmp_path):
     assert np.count_nonzero(predicted != END) == tokens.held_out_bytes == 198_653
 
 
-@pytest.mark.parametrize("length, windows", [(1, 0), (2, 1), (5, 1), (6, 2), (9, 2)])
+@pytest.mark.parametrize("length, windows", [(5, 1), (6, 2), (9, 2), (10, 3)])
 def test_evaluation_windows_of_any_length(length, windows):
     tokens, counts = data.evaluation_windows(np.arange(length), L)
     assert tokens.shape == (windows, L + 1)
     assert tokens[:, 1:][counts].tolist() == list(range(1, length))
+
+
+def test_less_held_out_text_than_one_window_is_refused():
+    with pytest.raises(ValueError, match=r"3 tokens to predict, fewer .* of length 4"):
+        data.evaluation_windows(np.arange(4), L)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -120,7 +132,7 @@ def test_a_held_out_share_ends_the_stream_without_overlap(tmp_path):
     text = corpus(bytes(range(100)), bytes(range(100, 199)), documents=0, share=0.25)
     tokens = data.tokenize(text, BYTES, str(tmp_path))
     stream = [END, *range(100), END, *range(100, 199), END]
-    assert tokens.train.tolist() == stream[:-50]
+    assert train_stream(tokens).tolist() == stream[:-50]
     assert tokens.held_out[1:].tolist() == stream[-50:]
     assert tokens.held_out_bytes == 49
 
@@ -129,8 +141,8 @@ def test_the_cache_is_read_the_second_time_and_keyed_by_all_that_matters(tmp_pat
     files = lambda: {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
     make = lambda text, tokenizer: data.tokenize(text, tokenizer, str(tmp_path))
     first = make(corpus(b"abcdefgh", b"xy"), BYTES)
-    assert isinstance(first.train, np.memmap)
-    assert first.train.dtype == np.uint16
+    assert isinstance(train_stream(first), np.memmap)
+    assert train_stream(first).dtype == np.uint16
     before = files()
     make(corpus(b"abcdefgh", b"xy"), BYTES)
     assert files() == before
@@ -153,11 +165,25 @@ def test_a_text_is_encoded_once(tmp_path):
 
 @pytest.mark.parametrize("broken", [b"", b"x", b"no cache", b"\0\1" * 2])
 def test_a_broken_cache_is_made_anew(tmp_path, broken):
-    make = lambda: data.tokenize(corpus(b"abc", b"de"), BYTES, str(tmp_path)).train
+    text = corpus(b"abc", b"de")
+    make = lambda: train_stream(data.tokenize(text, BYTES, str(tmp_path)))
     expected = make().tolist()
     (file,) = tmp_path.iterdir()
     file.write_bytes(broken)
     assert make().tolist() == expected
+
+
+def test_the_fingerprint_is_of_the_data_and_of_the_split(tmp_path):
+    make = lambda text, cache: data.tokenize(text, BYTES, str(cache)).fingerprint
+    text = corpus(b"abcdefgh", b"xy", documents=0, share=0.25)
+    others = [
+        text._replace(held_out_share=0.5),
+        corpus(b"abcdefgh", b"xz", documents=0, share=0.25),
+    ]
+    first = make(text, tmp_path)
+    assert len({first, *(make(other, tmp_path) for other in others)}) == 3
+    assert make(text, tmp_path / "elsewhere") == first
+    assert int(first, 16) >= 0
 
 
 def test_the_cache_is_whole_or_absent(tmp_path):
@@ -199,27 +225,120 @@ def folder(tmp_path):
     ],
 )
 def test_text_comes_from_a_file_a_folder_or_a_pattern(folder, pattern, expected):
-    text = corpora.text_files(str(folder / pattern), held_out=0.5)
-    assert list(text.documents()) == expected
+    files = corpora.find_files(str(folder / pattern), "*.txt", held_out=0.5)
+    assert list(corpora.text_files(files).documents()) == expected
 
 
 @pytest.mark.parametrize("pattern", ["no.txt", "no/*.txt", "sub/empty"])
 def test_a_path_without_text_is_an_error_that_names_it(folder, pattern):
     (folder / "sub" / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=pattern.replace("*", r"\*")):
-        corpora.text_files(str(folder / pattern), held_out=0.5)
+        corpora.find_files(str(folder / pattern), "*.txt", held_out=0.5)
 
 
 def test_an_empty_file_is_an_error_that_names_it(folder):
     (folder / "c.txt").touch()
     with pytest.raises(ValueError, match=r"c\.txt is empty"):
-        corpora.text_files(str(folder), held_out=0.5)
+        corpora.find_files(str(folder), "*.txt", held_out=0.5)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.5, 2.0])
 def test_a_share_out_of_range_is_refused(folder, share):
     with pytest.raises(ValueError, match=f"between 0 and 1, got {share}"):
-        corpora.text_files(str(folder), held_out=share)
+        corpora.find_files(str(folder), "*.txt", held_out=share)
+
+
+def test_files_may_be_held_out_whole(folder, tmp_path):
+    """All of the others is trained on, whatever the share is."""
+    files = corpora.find_files(
+        str(folder / "b.txt"), "*.txt", 0.5, held_out_path=str(folder / "sub")
+    )
+    tokens = data.tokenize(corpora.text_files(files), BYTES, str(tmp_path / "cache"))
+    assert train_stream(tokens).tolist() == [END, *b"bb", END]
+    assert tokens.held_out.tolist() == [END, *b"aa", END]
+    assert tokens.held_out_bytes == 2
+
+
+def test_a_file_that_is_trained_on_and_held_out_is_an_error_that_names_it(folder):
+    (folder / "link").symlink_to(folder / "sub")
+    for path, held_out in (("sub", "sub"), ("sub", "link/a.txt"), ("link", "sub")):
+        with pytest.raises(
+            ValueError, match=rf"{path}/a\.txt is in both path=.*{path}"
+        ):
+            corpora.find_files(str(folder / path), "*.txt", 0.5, str(folder / held_out))
+
+
+def json_lines(folder, *contents, held_out=0.5, held_out_path="", field="text"):
+    """The corpus of one file for each of `contents`."""
+    for number, content in enumerate(contents):
+        (folder / f"{number}.jsonl").write_bytes(content)
+    path = str(folder / "*.jsonl")
+    files = corpora.find_files(path, "*.jsonl", held_out, held_out_path)
+    return corpora.json_lines(files, field)
+
+
+def test_each_line_of_json_is_a_document(tmp_path):
+    rows = b'{"text": "a\\n\\u00e9"}\n{"id": 1, "text": ""}\n'
+    text = json_lines(tmp_path, rows + b" \n\n", b'{"text": "b"}')
+    assert list(text.documents()) == ["a\n\u00e9".encode(), b"", b"b"]
+    other = json_lines(tmp_path, b'{"body": "c"}\n', b'{"body": "d"}', field="body")
+    assert list(other.documents()) == [b"c", b"d"]
+
+
+def test_the_same_documents_give_the_same_tokens_as_text_and_as_json(tmp_path):
+    (tmp_path / "texts").mkdir()
+    documents = ["to be or not", "to be", "that is the question"]
+    for number, document in enumerate(documents):
+        (tmp_path / "texts" / f"{number}.txt").write_text(document)
+    lines = "".join(json.dumps({"text": document}) + "\n" for document in documents)
+    files = corpora.find_files(str(tmp_path / "texts"), "*.txt", 0.3)
+    both = [
+        corpora.text_files(files),
+        json_lines(tmp_path, lines.encode(), held_out=0.3),
+    ]
+    text, rows = (data.tokenize(c, BYTES, str(tmp_path / "cache")) for c in both)
+    np.testing.assert_array_equal(train_stream(text), train_stream(rows))
+    np.testing.assert_array_equal(text.held_out, rows.held_out)
+    assert text.held_out_bytes == rows.held_out_bytes
+
+
+def test_lines_of_json_may_be_held_out_whole(tmp_path):
+    (tmp_path / "held_out.txt").write_text('{"text": "xy"}\n{"text": "z"}\n\n')
+    text = json_lines(
+        tmp_path, b'{"text": "ab"}', held_out_path=str(tmp_path / "held_out.txt")
+    )
+    tokens = data.tokenize(text, BYTES, str(tmp_path / "cache"))
+    assert train_stream(tokens).tolist() == [END, *b"ab", END]
+    assert tokens.held_out.tolist() == [END, *b"xy", END, *b"z", END]
+    (tmp_path / "held_out.txt").write_text("\n")
+    text = json_lines(
+        tmp_path, b'{"text": "ab"}', held_out_path=str(tmp_path / "held_out.txt")
+    )
+    with pytest.raises(ValueError, match="0 of 4 tokens would be held out"):
+        data.tokenize(text, BYTES, str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (b"{'text': 1}", r"must be a JSON object, got b\"\{'text': 1\}"),
+        (b'"text"', "must be a JSON object"),
+        (b"\xff", "must be a JSON object"),
+        (b" ", "must be a JSON object"),
+        (b'{"id": 1, "body": ""}', "has no 'text', only 'id', 'body'; set data.field"),
+        (b'{"text": null}', "'text' must be a string, got NoneType"),
+        (b'{"text": "\\ud800"}', "surrogates not allowed"),
+    ],
+)
+def test_a_line_that_is_no_document_is_an_error_that_names_it(tmp_path, line, message):
+    good = b'{"text": "a"}\n'
+    text = json_lines(tmp_path, good, good + line + b"\n" + good)
+    with pytest.raises(ValueError, match=rf"line 2 of .*1\.jsonl: .*{message}"):
+        list(text.documents())
+    held_out = str(tmp_path / "1.jsonl")
+    files = corpora.find_files(str(tmp_path / "0.jsonl"), "*.jsonl", 0.5, held_out)
+    with pytest.raises(ValueError, match=r"line 2 of .*1\.jsonl"):
+        corpora.json_lines(files, "text")
 
 
 def test_a_share_that_rounds_to_nothing_is_refused(tmp_path):

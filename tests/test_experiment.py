@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from problem import assert_close, assert_near
-from small_run import settings, write_text
+from small_run import SETTINGS, settings, write_text
 
 import muloco_jax as mj
 from configs import default
@@ -167,7 +167,9 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(config, inside):
     built = experiment.build(config)
     params = built.init()
     tokens = data.tokenize(
-        corpus.text_files(config.data.path, config.data.held_out),
+        corpus.text_files(
+            corpus.find_files(config.data.path, "*.txt", config.data.held_out)
+        ),
         data.BYTES,
         config.data.cache,
     )
@@ -231,9 +233,16 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(config, inside):
         (
             "data.format",
             "csv",
-            "data.format must be 'shakespeare' or 'text', got 'csv'",
+            "data.format must be 'shakespeare', 'text', .* or 'llmc', got 'csv'",
         ),
-        ("data.format", "shakespeare", "'shakespeare', which has no path"),
+        ("data.format", "shakespeare", "path=.*, but .* 'shakespeare', which has no"),
+        ("data.format", "nanogpt", "cache=.* leave it at '', or .* to jsonl or shake"),
+        ("data.field", "body", "field=body .* leave it at 'text', or .* to jsonl"),
+        ("data.vocab_size", 9, "vocab_size=9 .* at 0, or .* to llmc or nanogpt"),
+        ("data.vocab_size", -1, "data.vocab_size must be at least 0 .* got -1"),
+        ("data.end_of_text", 0, "end_of_text=0 is given, .* leave it at -1, or"),
+        ("data.end_of_text", -2, "data.end_of_text must be at least -1 .* got -2"),
+        ("data.held_out_path", "nowhere.txt", "no file matches nowhere.txt"),
         ("data.path", "nowhere.txt", "no file matches nowhere.txt"),
         ("data.sequence_length", 4096, "0 examples of length 4096"),
         ("seed", -1, "seed must be at least 0 and less than 2147483648, got -1"),
@@ -243,3 +252,75 @@ def test_what_does_not_hold_together_says_what_would(config, key, value, message
     config.update_from_flattened_dict({key: value})
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         experiment.build(config)
+
+
+def shard_config(path):
+    config = default.get_config()
+    values = SETTINGS | {"data.format": "nanogpt", "data.vocab_size": 10}
+    config.update_from_flattened_dict(values | {"steps": 4, "data.path": str(path)})
+    return config
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("data.vocab_size", 0, "data.vocab_size=0 must be above 0 .* do not say it"),
+        ("data.end_of_text", 10, "vocab_size=10 must be above .* data.end_of_text=10"),
+        ("data.field", "body", "'nanogpt', which has no use for it"),
+        ("data.cache", "here", "data.cache=here is given, but .* 'nanogpt'"),
+    ],
+)
+def test_the_vocabulary_of_shards_is_checked_before_a_file_is_read(key, value, message):
+    config = shard_config("nowhere.bin")
+    assert experiment._vocabulary(config) == (10, -1)
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(ValueError, match=message):
+        experiment._vocabulary(config)
+
+
+def test_the_vocabulary_of_shards_is_that_of_the_model():
+    config = shard_config("nowhere.bin")
+    config.data.end_of_text, config.model.vocab_multiple = 3, 4
+    sizes = experiment._model_config(config, experiment._vocabulary(config))
+    assert (sizes.vocab_size, sizes.end_of_text) == (12, 3)
+
+
+def test_shards_are_trained_on_each_by_itself(tmp_path):
+    """Ids below five in the first and from five in the second: no window has both."""
+    for number in range(2):
+        (np.arange(163) % 5 + 5 * number).astype("<u2").tofile(
+            tmp_path / f"{number}.bin"
+        )
+    config = shard_config(tmp_path)
+    built = experiment.build(config)
+    assert built.held_out_tokens == 16
+    assert built.held_out_bytes == 0
+    side = np.asarray(built.batches(0)) >= 5
+    assert (side == side[..., :1]).all()
+    assert {bool(s) for s in side[..., 0].ravel()} == {True, False}
+
+
+def test_files_held_out_whole_reach_the_evaluation(config, tmp_path):
+    (tmp_path / "held_out.txt").write_text("x" * 20)
+    config.data.held_out_path = str(tmp_path / "held_out.txt")
+    built = experiment.build(config)
+    assert built.held_out_tokens == 21
+    config.data.held_out_path = config.data.path
+    with pytest.raises(ValueError, match=r"text\.txt is in both"):
+        experiment.build(config)
+
+
+def test_less_held_out_text_than_one_sequence_is_refused(config):
+    config.data.held_out = 0.005
+    with pytest.raises(ValueError, match=r"8 tokens to predict, .* of length 16"):
+        experiment.build(config)
+
+
+def test_the_field_of_json_reaches_the_corpus(config, tmp_path):
+    lines = '{"body": "to be or not to be"}\n' * 60
+    (tmp_path / "rows.jsonl").write_text(lines)
+    config.data.path, config.data.format = str(tmp_path), "jsonl"
+    with pytest.raises(ValueError, match=r"line 1 of .*rows\.jsonl: has no 'text'"):
+        experiment.build(config)
+    config.data.field = "body"
+    assert experiment.build(config).held_out_bytes > 0

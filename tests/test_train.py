@@ -103,6 +103,16 @@ def test_the_trainer_does_what_the_algorithm_does(ran):
     assert summary["bits_per_byte"] == pytest.approx(bits)
 
 
+def test_a_run_on_shards_knows_no_bytes(folder):
+    (np.arange(400) % 7).astype("<u2").tofile(folder / "tokens.bin")
+    data = {"format": "nanogpt", "path": str(folder / "tokens.bin"), "cache": ""}
+    data["vocab_size"] = 7
+    keys = {f"data.{key}": value for key, value in data.items()} | {"steps": 2}
+    _, summary = run_in_process(folder, folder / "shards", **keys)
+    assert np.isfinite(summary["eval_loss"])
+    assert "bits_per_byte" not in summary
+
+
 def test_a_workdir_that_holds_a_run_or_is_a_file_is_refused(ran, folder):
     _, _, workdir = ran
     with pytest.raises(FileExistsError, match="holds a run already"):
@@ -189,7 +199,7 @@ def test_two_processes_train_as_one_does(folder):
         (["tiny"], "unexpected argument 'tiny'"),
         (["--process_id=1"], "process_id without --distributed has no effect"),
         (["--config.steps=70"], "steps=70 is not a multiple of sync_every=30"),
-        (["--config.data.path=x"], "set data.format=text"),
+        (["--config.data.path=x"], "or set data.format to jsonl or llmc"),
     ],
 )
 def test_a_bad_command_line_is_answered_in_one_line(arguments, message):
