@@ -67,6 +67,10 @@ class Watched:
     __getitem__ = __getattr__
 
 
+# The host loop alone reads these, and `experiment` has nothing to check about them.
+OF_THE_HOST_LOOP = {"logging.tensorboard", "logging.wandb"}
+
+
 def test_every_key_is_read(tmp_path):
     read = set()
     (tmp_path / "text.txt").write_text("a" * 10_000)
@@ -75,4 +79,4 @@ def test_every_key_is_read(tmp_path):
         config.data.format = name
         config.data.path = "" if name == "shakespeare" else str(tmp_path)
         experiment.build(Watched(config, read))
-    assert read == dict(keys(default.get_config())).keys()
+    assert read == dict(keys(default.get_config())).keys() - OF_THE_HOST_LOOP
