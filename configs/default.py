@@ -86,4 +86,9 @@ def get_config() -> ConfigDict:
     config.evaluation = ConfigDict()
     config.evaluation.every_rounds = 8  # Besides the last round.
     config.evaluation.batch_size = 16  # Sequences at a time on each slice of the batch.
+
+    config.logging = ConfigDict()  # Besides metrics.jsonl in the workdir.
+    config.logging.tensorboard = False  # Event files of TensorBoard in the workdir.
+    # Project of Weights & Biases, where the run is named after its workdir; "": none.
+    config.logging.wandb = ""
     return config.lock()

@@ -1,20 +1,17 @@
-"""What is measured of a round, and where it is written.
+"""What is measured of a round.
 
 The algorithm measures on the device, and without extra communication, one number per
-worker and step, or per fragment. Here those become rows for people and programs: plain
-dicts, one JSON object a line, and a progress line.
+worker and step, or per fragment. Here those become rows: plain dicts, which `writers`
+write down.
 """
 
 import concurrent.futures
-import json
 import math
-import pathlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import rich.progress
 
 
 class DivergedError(RuntimeError):
@@ -178,28 +175,6 @@ def round_row(
     }
 
 
-class JsonLines:
-    """Appends rows to a file, one JSON object a line."""
-
-    def __init__(self, path: pathlib.Path):
-        self._file = path.open("a", encoding="utf-8")
-
-    def close(self) -> None:
-        """Ends writing."""
-        self._file.close()
-
-    def write(self, rows: list[dict[str, Any]]) -> None:
-        """Writes rows, and makes them visible to readers. NaN becomes null."""
-        for row in rows:
-            strict = {key: _null_if_nan(value) for key, value in row.items()}
-            self._file.write(json.dumps(strict, allow_nan=False) + "\n")
-        self._file.flush()
-
-
-def _null_if_nan(value):
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
 class Clock:
     """Times what a device does, which a host that dispatches ahead does not see."""
 
@@ -237,53 +212,3 @@ class Clock:
     def typical(self) -> float:
         """Median seconds of a round; the first, which compiles, counts if alone."""
         return float(np.median(self._rounds[1:] or self._rounds))
-
-
-def progress_text(row: Mapping[str, Any], rounds: int, seconds_left: float) -> str:
-    """One line about a round.
-
-    >>> row = {"round": 2, "step": 60, "loss": 2.5, "tokens_per_second": 12300.0}
-    >>> progress_text(row, rounds=20, seconds_left=75.0)
-    'round  2/20  step 60  loss 2.500  12.3k tokens/s  1:15 left'
-    """
-    minutes, seconds = divmod(round(seconds_left), 60)
-    parts = [
-        f"round {row['round']:{len(str(rounds))}d}/{rounds}",
-        f"step {row['step']}",
-        f"loss {row['loss']:.3f}",
-        f"eval {row['eval_loss']:.3f}" if "eval_loss" in row else "",
-        f"{row['tokens_per_second'] / 1000:.1f}k tokens/s",
-        f"{minutes}:{seconds:02d} left",
-    ]
-    return "  ".join(filter(None, parts))
-
-
-class Progress:
-    """A progress bar on a terminal, plain lines elsewhere."""
-
-    def __init__(self, rounds: int):
-        self._rounds = rounds
-        self._bar = rich.progress.Progress(
-            rich.progress.BarColumn(bar_width=20),
-            rich.progress.TextColumn("{task.description}"),
-        )
-        self._task = self._bar.add_task("compiling the first round", total=rounds)
-        self._on_terminal = self._bar.console.is_terminal
-
-    def start(self) -> None:
-        """Shows the bar."""
-        if self._on_terminal:
-            self._bar.start()
-
-    def stop(self) -> None:
-        """Leaves the bar as it stands."""
-        if self._on_terminal:
-            self._bar.stop()
-
-    def update(self, row: Mapping[str, Any], seconds_left: float) -> None:
-        """Shows that the round of `row` has ended."""
-        line = progress_text(row, self._rounds, seconds_left)
-        if self._on_terminal:
-            self._bar.update(self._task, completed=row["round"], description=line)
-        else:
-            print(line, flush=True)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from muloco_jax import metrics
+from muloco_jax import metrics, writers
 from muloco_jax.experiment import Config, Experiment
 
 
@@ -65,8 +65,8 @@ class _Log:
             _write_json(folder / "config.json", config.to_dict())
             for line in _introduction(config, experiment, folder):
                 print(line, flush=True)
-            self._rows = metrics.JsonLines(folder / "metrics.jsonl")
-            self._progress = metrics.Progress(experiment.rounds)
+            self._rows = writers.JsonLines(folder / "metrics.jsonl", step=0)
+            self._progress = writers.Progress(experiment.rounds)
 
     def __enter__(self):
         if self._writes:

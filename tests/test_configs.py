@@ -72,6 +72,10 @@ class Watched:
     __getitem__ = __getattr__
 
 
+# The host loop alone reads these, and `experiment` has nothing to check about them.
+OF_THE_HOST_LOOP = {"logging.tensorboard", "logging.wandb"}
+
+
 def test_every_key_is_read(tmp_path):
     read = set()
     (tmp_path / "text.txt").write_text("a" * 10_000)
@@ -91,7 +95,7 @@ def test_every_key_is_read(tmp_path):
         config = default.get_config()
         config.data.update(settings)
         experiment.build(Watched(config, read))
-    assert read == dict(keys(default.get_config())).keys()
+    assert read == dict(keys(default.get_config())).keys() - OF_THE_HOST_LOOP
 
 
 def test_what_says_nothing_is_what_the_default_says():

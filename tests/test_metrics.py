@@ -1,6 +1,5 @@
-"""What is measured: numbers by hand, and files that strict parsers read."""
+"""What is measured: numbers by hand."""
 
-import json
 import math
 import threading
 import time
@@ -118,25 +117,6 @@ def test_an_outer_step_that_is_not_finite_stops_the_run():
 
 def test_finite_numbers_pass():
     metrics.check_finite(measured(), step=0)
-
-
-def test_a_file_of_rows_is_strict_json(tmp_path):
-    file = metrics.JsonLines(tmp_path / "rows.jsonl")
-    file.write([{"a": math.nan, "b": [1.5]}, {"a": 1}])
-    text = (tmp_path / "rows.jsonl").read_text()  # Before it is closed.
-    file.close()
-    refuse = lambda constant: pytest.fail(f"{constant} is no JSON")
-    rows = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
-    assert rows == [{"a": None, "b": [1.5]}, {"a": 1}]
-
-
-def test_a_progress_line_says_when_theta_was_evaluated():
-    row = {"round": 5, "step": 50, "loss": 2.0, "tokens_per_second": 100.0}
-    line = metrics.progress_text(row | {"eval_loss": 1.5}, 10, 3661)
-    assert (
-        line
-        == "round  5/10  step 50  loss 2.000  eval 1.500  0.1k tokens/s  61:01 left"
-    )
 
 
 def test_a_round_is_timed_from_when_the_device_was_free(monkeypatch):
