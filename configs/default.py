@@ -37,10 +37,15 @@ def get_config() -> ConfigDict:
     # Global norm that a worker's gradient is clipped to before the optimizer; 0: never.
     config.inner.clip_norm = 1.0
 
-    config.schedule = ConfigDict()  # Of the inner learning rate, over inner steps.
-    config.schedule.name = "cosine"  # "cosine" or "constant", after the warmup.
-    config.schedule.warmup_steps = 60  # Linear, from 1 / warmup_steps of the peak.
-    config.schedule.final_fraction = 0.1  # Of the peak, at the end of the cosine.
+    config.schedule = ConfigDict()  # What changes over inner steps.
+    # Of the inner learning rate, linear, from 1 / warmup_steps of the peak.
+    config.schedule.warmup_steps = 60
+    # After that: (shape, inner steps, fraction of the peak at the end), where shape is
+    # "cosine", "linear" or "constant", and 0 steps are all that remain.
+    config.schedule.pieces = (("cosine", 0, 0.1),)
+    # (inner steps, sequences) that come before data.batch_size takes over, as in
+    # ((120, 8),) for 120 steps with half the batch of 16.
+    config.schedule.batch_sizes = ()
 
     config.outer = ConfigDict()  # The optimizer that takes the average delta.
     config.outer.name = "nesterov"  # "nesterov", or "sgd" with heavy-ball momentum.
@@ -81,11 +86,22 @@ def get_config() -> ConfigDict:
     config.data.sequence_length = 128  # Tokens that a sequence predicts.
     # Sequences per inner step over all workers; a multiple of workers.num.
     config.data.batch_size = 16
+    # Sequences that a worker takes through the model at a time, whose gradients are
+    # averaged until its share of the batch is done; 0: all of them.
+    config.data.microbatch = 0
 
     # Of theta, right after a sync, on all held-out text.
     config.evaluation = ConfigDict()
     config.evaluation.every_rounds = 8  # Besides the last round.
     config.evaluation.batch_size = 16  # Sequences at a time on each slice of the batch.
+
+    config.checkpoint = ConfigDict()  # Of all that a run needs to continue.
+    # Besides the last round and a signal; 0: only then.
+    config.checkpoint.every_rounds = 4
+    config.checkpoint.keep = 2  # The latest ones, and besides them the best.
+    # Keys that may change when a run is resumed, besides those that always may, as in
+    # ("inner.learning_rate",).
+    config.checkpoint.may_change = ()
 
     config.logging = ConfigDict()  # Besides metrics.jsonl in the workdir.
     config.logging.tensorboard = False  # Event files of TensorBoard in the workdir.

@@ -19,6 +19,48 @@ PyTree = Any
 _QUANTITY = re.compile(r"[-+]?[\d,.]+(e[-+]\d+)?( ?[A-Za-z%][\w/%]*)?")
 
 
+def describe(plan: Any) -> list[str]:
+    """What a run takes, as lines of text.
+
+    Args:
+        plan: an `experiment.Plan`.
+    """
+    workers, state = plan.workers, plan.state
+    inner, outer = plan.names
+    per_step = plan.batch_sizes * plan.sequence_length
+    total = int(per_step.sum()) * plan.sync_every
+    spread = ", ".join(f"{axis}: {size}" for axis, size in workers.mesh.shape.items())
+    device = workers.mesh.devices.flat[0]
+    parts = memory(state, jax.tree.map(lambda x: x.sharding, state))
+    of_parts = ", ".join(
+        f"{name} {bytes_text(size)}" for name, size in parts.items() if size
+    )
+    # A batch schedule makes several of each, in its order.
+    each = lambda values: " then ".join(
+        f"{n:,}" for n in dict.fromkeys(values.tolist())
+    )
+    return [
+        f"model      {plan.num_params:,} parameters, "
+        f"{plan.flops_per_token:,} FLOPs per token trained",
+        f"optimizers {inner} inside, {outer} outside",
+        f"workers    {workers.num} on {device.device_kind} mesh {{{spread}}}",
+        f"steps      {len(plan.learning_rates):,} one after another, in "
+        f"{plan.rounds:,} rounds of {plan.sync_every}",
+        f"tokens     per step {each(per_step)}, of each worker "
+        f"{each(per_step // workers.num)}",
+        f"           per round {each(per_step * plan.sync_every)}, in all {total:,}",
+        f"compute    {total * plan.flops_per_token:.3g} FLOPs in all",
+        f"sends      {bytes_text(plan.wire_bytes)} ({plan.wire_bytes:,} bytes) of each "
+        f"worker per round, {bytes_text(plan.rounds * plan.wire_bytes)} in all",
+        f"memory     {bytes_text(sum(parts.values()))} of state on each device, "
+        f"besides gradients and activations:",
+        f"           {of_parts}",
+        "",
+        *parameters(plan.routes, plan.fragments, plan.shapes),
+        "",
+    ]
+
+
 def memory(state: Any, shardings: Any) -> dict[str, int]:
     """Bytes of a run's state on the fullest device, by part.
 

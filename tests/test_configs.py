@@ -8,7 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import default
-from muloco_jax import experiment
+from muloco_jax import experiment, settings
 
 FOLDER = pathlib.Path(default.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -71,6 +71,9 @@ class Watched:
 
     __getitem__ = __getattr__
 
+    def to_json(self):
+        return self._config.to_json()
+
 
 # The host loop alone reads these, and `experiment` has nothing to check about them.
 OF_THE_HOST_LOOP = {"logging.tensorboard", "logging.wandb"}
@@ -85,7 +88,7 @@ def test_every_key_is_read(tmp_path):
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, len(tokens)
     (tmp_path / "tokens.llmc").write_bytes(header.tobytes() + tokens.tobytes())
-    for settings in (
+    for keys_of_data in (
         {"format": "shakespeare"},
         {"format": "text", "path": path},
         {"format": "jsonl", "path": path},
@@ -93,12 +96,12 @@ def test_every_key_is_read(tmp_path):
         {"format": "llmc", "path": f"{path}/*.llmc", "vocab_size": 1},
     ):
         config = default.get_config()
-        config.data.update(settings)
+        config.data.update(keys_of_data)
         experiment.build(Watched(config, read))
     assert read == dict(keys(default.get_config())).keys() - OF_THE_HOST_LOOP
 
 
 def test_what_says_nothing_is_what_the_default_says():
     config = default.get_config()
-    for key, (_, unset) in experiment._USES.items():
+    for key, (_, unset) in settings._USES.items():
         assert config.data[key] == unset, key

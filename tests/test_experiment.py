@@ -35,18 +35,22 @@ def test_the_schedule_is_the_papers():
         assert float(schedule(step)) == pytest.approx(value, abs=1e-7)
 
 
-def test_a_constant_schedule_only_warms_up():
-    config = default.get_config()
-    config.schedule.name, config.schedule.warmup_steps = "constant", 4
-    config.inner.learning_rate = 0.8
-    rates = jax.vmap(experiment.learning_rate_schedule(config))(jnp.arange(6))
-    assert_near(rates, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8], atol=1e-7)
-
-
-def test_no_warmup_starts_at_the_peak():
-    config = default.get_config()
-    config.schedule.warmup_steps = 0
-    assert float(experiment.learning_rate_schedule(config)(0)) == pytest.approx(0.03)
+def test_batches_may_grow(config):
+    """Rounds of two steps: one of 8 sequences a step, then one of 16."""
+    config.schedule.batch_sizes, config.data.batch_size = ((2, 8),), 16
+    built = experiment.build(config)
+    assert built.plan.examples.tolist() == [0, 16, 48]
+    first, second = built.batches(0), built.batches(1)
+    assert (first.shape, second.shape) == ((4, 2, 2, 17), (4, 2, 4, 17))
+    # The same stream of examples, dealt out in larger batches.
+    config.schedule.batch_sizes, config.data.batch_size = (), 8
+    config.steps = 6
+    even = experiment.build(config)
+    order = lambda x: np.concatenate(np.asarray(x).swapaxes(0, 1).reshape(-1, 17)[None])
+    expected = np.concatenate([order(even.batches(r)) for r in range(3)])
+    np.testing.assert_array_equal(
+        np.concatenate([order(first), order(second)]), expected
+    )
 
 
 def test_every_key_of_the_inner_optimizer_reaches_muon():
@@ -126,36 +130,41 @@ def test_the_outer_optimizers_by_hand(name, first, second):
 
 def test_building_takes_devices_for_each_worker(config):
     built = experiment.build(config)
-    assert dict(built.workers.mesh.shape) == {"workers": 4}
+    assert dict(built.plan.workers.mesh.shape) == {"workers": 4}
     config.mesh.data = 2
-    assert dict(experiment.build(config).workers.mesh.shape) == {
-        "workers": 4,
-        "data": 2,
-    }
+    mesh = experiment.plan(config).workers.mesh
+    assert dict(mesh.shape) == {"workers": 4, "data": 2}
     config.mesh.tensor, config.model.vocab_multiple = 2, 2
-    mesh = experiment.build(config).workers.mesh
+    mesh = experiment.plan(config).workers.mesh
     assert dict(mesh.shape) == {"workers": 2, "data": 2, "tensor": 2}
 
 
 def test_batches_are_placed_over_workers_and_data(config):
     config.mesh.data = 2
     built = experiment.build(config)
-    batch = built.batches(8)
+    batch = built.batches(1)
     assert batch.shape == (4, 2, 2, 17)
     assert {s.data.shape for s in batch.addressable_shards} == {(1, 2, 1, 17)}
     config.mesh.data = 1
-    np.testing.assert_array_equal(batch, experiment.build(config).batches(8))
+    np.testing.assert_array_equal(batch, experiment.build(config).batches(1))
 
 
 def test_counts_are_those_of_the_parts(config):
     built = experiment.build(config)
-    params = built.init()
-    assert built.num_params == sum(x.size for x in jax.tree.leaves(params))
-    assert built.wire_bytes == 2 * 3 * 4 * built.num_params // 4
-    assert (built.rounds, built.examples_per_round) == (2, 16)
-    assert built.tokens_per_round == 16 * 16
-    assert_near(built.learning_rates[:2], [0.03, 0.03], atol=1e-7)
-    assert len(built.learning_rates) == 4
+    plan, params = built.plan, built.plan.init()
+    assert plan.num_params == sum(x.size for x in jax.tree.leaves(params))
+    assert plan.wire_bytes == 2 * 3 * 4 * plan.num_params // 4
+    assert plan.rounds == 2
+    assert plan.examples.tolist() == [0, 16, 32]
+    assert_near(plan.learning_rates[:2], [0.03, 0.03], atol=1e-7)
+    assert len(plan.learning_rates) == 4
+    state = plan.algorithm.init(params)
+
+    def assert_alike(shape, x):
+        assert (shape.shape, shape.dtype) == (x.shape, x.dtype)
+        assert shape.sharding.is_equivalent_to(x.sharding, x.ndim)
+
+    jax.tree.map(assert_alike, plan.state, state)
 
 
 @pytest.mark.parametrize("inside", [{}, {"data": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
@@ -165,7 +174,7 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(config, inside):
         config.mesh[axis] = size
     config.model.vocab_multiple = 2  # 257 is odd.
     built = experiment.build(config)
-    params = built.init()
+    params = built.plan.init()
     tokens = data.tokenize(
         corpus.text_files(
             corpus.find_files(config.data.path, "*.txt", config.data.held_out)
@@ -217,7 +226,28 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(config, inside):
         ),
         ("outer.name", "adam", "outer.name must be 'nesterov' or 'sgd', got 'adam'"),
         ("outer.momentum", 1.0, "outer.momentum must be .* less than 1, got 1.0"),
-        ("schedule.name", "linear", "schedule.name must be 'cosine' or 'constant'"),
+        (
+            "schedule.pieces",
+            (("square", 0, 0.1),),
+            "schedule: a piece must be 'cosine', 'linear' or 'constant', got 'square'",
+        ),
+        (
+            "schedule.pieces",
+            (("cosine", 9, 0.1),),
+            r"schedule: pieces of \[9\] steps .* 3",
+        ),
+        ("schedule.batch_sizes", ((1, 8),), "batch_sizes: a piece of 1 steps cuts"),
+        ("schedule.batch_sizes", ((8, 8),), "batch_sizes: pieces .* sum up to 4"),
+        ("schedule.batch_sizes", ((2, 9),), "a batch of schedule.batch_sizes=9 is not"),
+        ("data.microbatch", -1, "data.microbatch must be at least 0, got -1"),
+        ("data.microbatch", 3, "workers.num=2 is not a multiple of data.microbatch=3"),
+        ("checkpoint.keep", 0, "checkpoint.keep must be at least 1, got 0"),
+        ("checkpoint.every_rounds", -1, "checkpoint.every_rounds must be at least 0"),
+        (
+            "checkpoint.may_change",
+            ("inner.lr",),
+            "checkpoint.may_change names 'inner.lr', which is no key",
+        ),
         ("schedule.warmup_steps", 4, "warmup_steps=4 must be less than steps=4"),
         ("inner.adam_eps", -1.0, "inner.adam_eps must be at least 0, got -1.0"),
         ("model.rope_theta", 0.0, "model.rope_theta must be positive, got 0"),
@@ -233,12 +263,12 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(config, inside):
         (
             "data.format",
             "csv",
-            "data.format must be 'shakespeare', 'text', .* or 'llmc', got 'csv'",
+            "data.format must be one of .*'shakespeare', .*, got 'csv'",
         ),
         ("data.format", "shakespeare", "path=.*, but .* 'shakespeare', which has no"),
-        ("data.format", "nanogpt", "cache=.* leave it at '', or .* to jsonl or shake"),
+        ("data.format", "nanogpt", "cache=.* leave it at '', or .* to shakespeare or"),
         ("data.field", "body", "field=body .* leave it at 'text', or .* to jsonl"),
-        ("data.vocab_size", 9, "vocab_size=9 .* at 0, or .* to llmc or nanogpt"),
+        ("data.vocab_size", 9, "vocab_size=9 .* at 0, or .* to nanogpt or llmc"),
         ("data.vocab_size", -1, "data.vocab_size must be at least 0 .* got -1"),
         ("data.end_of_text", 0, "end_of_text=0 is given, .* leave it at -1, or"),
         ("data.end_of_text", -2, "data.end_of_text must be at least -1 .* got -2"),
@@ -272,10 +302,11 @@ def shard_config(path):
 )
 def test_the_vocabulary_of_shards_is_checked_before_a_file_is_read(key, value, message):
     config = shard_config("nowhere.bin")
-    assert experiment._vocabulary(config) == (10, -1)
+    sizes = experiment.plan(config).model
+    assert (sizes.vocab_size, sizes.end_of_text) == (10, -1)
     config.update_from_flattened_dict({key: value})
     with pytest.raises(ValueError, match=message):
-        experiment._vocabulary(config)
+        experiment.plan(config)
 
 
 def test_the_vocabulary_of_shards_is_that_of_the_model():
