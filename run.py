@@ -3,13 +3,19 @@
     python run.py [--config=FILE[:ARGUMENT]] [--config.KEY=VALUE ...] [--workdir=DIR]
 
 Without --config it runs configs/tiny.py; configs/default.py lists all keys with their
-meaning. Without --workdir it makes runs/<config>-<time>.
+meaning. Without --workdir it makes runs/<config>-<time>. In a workdir that holds a run
+already it goes on with that; --config may then be left out.
+
+    --dry_run     print what the run would take, without its data or its model, and stop
+    --eval_only   evaluate the latest checkpoint of --workdir, and stop
+    --profile=N   write a JAX profile of round N to the workdir
 
 On several hosts, start it on each of them with --distributed. Where JAX cannot find the
 others by itself (it can on TPU pods, under Slurm, Open MPI and Kubernetes), add
 --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
+import json
 import pathlib
 import re
 import sys
@@ -27,6 +33,8 @@ class Arguments(NamedTuple):
 
     config: ConfigDict
     workdir: str
+    mode: str
+    profile: int
     hosts: dict[str, Any] | None
 
 
@@ -37,20 +45,25 @@ def parse(argv: list[str]) -> Arguments:
         ValueError: if it makes no sense.
     """
     try:
-        # This one reads the command line by itself, so it can already fail: with
-        # several kinds of error for a key, and any for a file, which is a program.
-        config = config_flags.DEFINE_config_file("config", str(TINY), lock_config=True)
         workdir = flags.DEFINE_string("workdir", "", "Folder of the run.")
+        dry_run = flags.DEFINE_bool("dry_run", False, "Only say what it would take.")
+        eval_only = flags.DEFINE_bool("eval_only", False, "Only evaluate.")
+        profile = flags.DEFINE_integer(
+            "profile", 0, "Round to write a profile of.", lower_bound=0
+        )
         distributed = flags.DEFINE_bool("distributed", False, "Join other hosts.")
         coordinator = flags.DEFINE_string(
             "coordinator", None, "HOST:PORT of process 0."
         )
         num_processes = flags.DEFINE_integer("num_processes", None, "Of all hosts.")
         process_id = flags.DEFINE_integer("process_id", None, "Of this one, from 0.")
+        flags.FLAGS(argv, known_only=True)
+        config, file = _define_config(argv, workdir.value)
         unused = flags.FLAGS(argv)[1:]
+        if not file:
+            file = config_flags.get_config_filename(flags.FLAGS["config"])  # type: ignore[arg-type]
     except Exception as error:
         raise ValueError(_reason(error)) from None
-    file = config_flags.get_config_filename(flags.FLAGS["config"])  # type: ignore[arg-type]
     if not isinstance(config.value, ConfigDict):
         missing = (
             "there is no" if not pathlib.Path(file).exists() else "no ConfigDict in"
@@ -68,12 +81,47 @@ def parse(argv: list[str]) -> Arguments:
     given = [name for name, value in hosts.items() if value is not None]
     if not distributed.value and given:
         raise ValueError(f"{', '.join(given)} without --distributed has no effect")
+    if dry_run.value and eval_only.value:
+        raise ValueError("--dry_run and --eval_only exclude one another")
+    if (dry_run.value or eval_only.value) and profile.value:
+        raise ValueError(f"--profile={profile.value} needs a run that trains")
+    if eval_only.value and not workdir.value:
+        raise ValueError("--eval_only needs the --workdir of a run")
     name = f"{pathlib.Path(file).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    modes = {"dry_run": dry_run.value, "eval_only": eval_only.value, "train": True}
     return Arguments(
         config.value,
         workdir.value or f"runs/{name}",
+        next(mode for mode, chosen in modes.items() if chosen),
+        profile.value,
         hosts if distributed.value else None,
     )
+
+
+def _define_config(argv, workdir):
+    """The flag --config, and the file that stands for it if none is given.
+
+    That is what the run in `workdir` was begun with; without one it is the demo. The
+    definition reads the command line by itself, so it can already fail: with several
+    kinds of error for a key, and any for a file, which is a program.
+    """
+    given = any(re.match("--?config(=|$)", argument) for argument in argv)
+    stored = pathlib.Path(workdir, "config.json")
+    if given or not workdir or not stored.is_file():
+        flag = config_flags.DEFINE_config_file("config", str(TINY), lock_config=True)
+        return flag, ""
+    settings: Any = _tuples(json.loads(stored.read_text(encoding="utf-8")))
+    flag = config_flags.DEFINE_config_dict(
+        "config", ConfigDict(settings), lock_config=True
+    )
+    return flag, str(stored)
+
+
+def _tuples(value):
+    """JSON has lists for tuples."""
+    if isinstance(value, dict):
+        return {key: _tuples(entry) for key, entry in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def main(argv: list[str]) -> int:
@@ -85,11 +133,17 @@ def main(argv: list[str]) -> int:
         arguments = parse(argv)
         import jax  # Late, so that a mistyped key is answered at once.
 
-        from muloco_jax import experiment, metrics, train
+        from muloco_jax import budget, experiment, metrics, train
 
         if arguments.hosts is not None:
             jax.distributed.initialize(**arguments.hosts)
+        if arguments.mode == "dry_run":
+            print(*budget.describe(experiment.plan(arguments.config)), sep="\n")
+            return 0
         built = experiment.build(arguments.config)
+        if arguments.mode == "eval_only":
+            print(train.evaluation_text(train.evaluate(built, arguments.workdir)))
+            return 0
     except (ValueError, OSError) as error:
         return _fail(error)
     except AttributeError as error:
@@ -97,8 +151,10 @@ def main(argv: list[str]) -> int:
             raise
         return _fail(_reason(error))
     try:
-        train.train(arguments.config, built, arguments.workdir)
-    except (metrics.DivergedError, OSError) as error:
+        train.train(
+            arguments.config, built, arguments.workdir, profile=arguments.profile
+        )
+    except (train.RefusedError, metrics.DivergedError, OSError) as error:
         return _fail(error)
     except KeyboardInterrupt:
         print("run.py: interrupted", file=sys.stderr)

@@ -45,7 +45,7 @@ from muloco_jax.fragments import Segment
 from muloco_jax.workers import AXIS, Workers, optimizer_specs, stacked, wide
 
 PyTree = Any
-SYNC_METRICS = ("delta_k_norm", "delta_norm", "update_norm")
+SYNC_METRICS = ("theta_norm", "delta_k_norm", "delta_norm", "update_norm")
 Loss = Callable[[PyTree, Any], jax.Array | tuple[jax.Array, dict[str, jax.Array]]]
 
 
@@ -91,8 +91,8 @@ class DiLoCo(NamedTuple):
         receive: `(state, delta, i)` -> `state`: the outer step of fragment i.
         round: `(state, batches)` -> `(state, metrics)`: all segments of the schedule on
             batches `[K, H, ...]`. Besides the metrics of `inner`: the global norms
-            `delta_k_norm` `[K, fragments]`, `delta_norm` and `update_norm`
-            `[fragments]`.
+            `delta_k_norm` `[K, fragments]`, `delta_norm`, `update_norm` and, before the
+            outer step, `theta_norm` `[fragments]`.
         schedule: the segments of a round.
         shardings: state, or its shapes -> where each of its leaves lives.
     """
@@ -261,6 +261,7 @@ def diloco(
         memories = list(state.workers.reduce_state)
         delta, memories[i] = join(deltas, memories[i])
         norms = {
+            "theta_norm": _norm(theta),
             "delta_k_norm": jax.vmap(_norm)(deltas),
             "delta_norm": _norm(delta),
         }

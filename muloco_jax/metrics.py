@@ -164,12 +164,15 @@ def round_row(
     pool = lambda norms: np.sqrt(np.sum(np.square(norms, dtype=np.float64), axis=-1))
     delta_norm = float(pool(measured["delta_norm"]))
     delta_k_norm = pool(measured["delta_k_norm"])
+    drift = delta_k_norm / pool(measured["theta_norm"])
     return {
         "event": "round",
         **progress,
         "loss": float(measured["loss"].mean()),
         "delta_norm": delta_norm,
         "delta_k_norm": float(delta_k_norm.mean()),
+        "drift": float(drift.mean()),
+        "drift_max": float(drift.max()),
         "worker_cosine": worker_cosine(delta_k_norm, delta_norm),
         "update_norm": float(pool(measured["update_norm"])),
     }
@@ -178,9 +181,10 @@ def round_row(
 class Clock:
     """Times what a device does, which a host that dispatches ahead does not see."""
 
-    def __init__(self):
-        self._start = self._free = time.monotonic()
-        self._rounds: list[float] = []
+    def __init__(self, seconds: float = 0.0):
+        """Starts at `seconds`, which a run has taken before it was resumed."""
+        self._start = time.monotonic() - seconds
+        self._free = time.monotonic()
         self._watcher = concurrent.futures.ThreadPoolExecutor(max_workers=1)
 
     def total(self) -> float:
@@ -199,16 +203,12 @@ class Clock:
     def round(self, began: float, ended: float) -> float:
         """The seconds of a round, dispatched at `began`, whose result came at `ended`.
 
-        It had to wait for the round before, or for the evaluation after that.
+        It had to wait for the round before, or for what was done after that.
         """
-        self._rounds.append(ended - max(began, self._free))
+        seconds = ended - max(began, self._free)
         self._free = ended
-        return self._rounds[-1]
+        return seconds
 
-    def evaluation(self, ended: float) -> None:
-        """An evaluation ended, which kept the device from the next round."""
+    def busy_until(self, ended: float) -> None:
+        """Something else, like an evaluation, kept the device from the next round."""
         self._free = ended
-
-    def typical(self) -> float:
-        """Median seconds of a round; the first, which compiles, counts if alone."""
-        return float(np.median(self._rounds[1:] or self._rounds))

@@ -218,7 +218,7 @@ def test_any_microbatch_gives_the_same_round(shape):
 
 
 def test_gradients_of_microbatches_are_added_in_float32():
-    """1 + 2^-8 + 2^-8 is 1.0078125; in bfloat16 each of the small ones would be lost."""
+    """1 + 2^-8 + 2^-8 is 1.0078125; bfloat16 would lose each of the small ones."""
     algo = small(optax.sgd(1.0), optax.sgd(1.0), num=1, microbatch=1)
     state = algo.init({"x": jnp.zeros((), jnp.bfloat16)})
     batch = jnp.array([1.0, 2**-8, 2**-8, 0.0], jnp.bfloat16)
@@ -237,9 +237,10 @@ def test_gradients_of_microbatches_are_added_in_float32():
     ],
 )
 def test_a_microbatch_that_does_not_fit_is_refused(microbatch, message):
+    state = small(optax.sgd(1.0), optax.sgd(1.0)).init({"x": jnp.zeros(())})
+    build = lambda: small(optax.sgd(1.0), optax.sgd(1.0), microbatch=microbatch)
     with pytest.raises(ValueError, match=message):
-        algo = small(optax.sgd(1.0), optax.sgd(1.0), microbatch=microbatch)
-        algo.round(algo.init({"x": jnp.zeros(())}), jnp.zeros((2, 1, 4)))
+        build().round(state, jnp.zeros((2, 1, 4)))
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "update_norm"])

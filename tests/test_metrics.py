@@ -15,6 +15,7 @@ def measured(loss=((1.0, 2.0), (3.0, 6.0)), grad_norm=((1.0, 1.0), (3.0, 5.0))):
     return {
         "loss": np.array(loss),
         "grad_norm": np.array(grad_norm),
+        "theta_norm": np.array([24.0, 7.0]),
         "delta_k_norm": np.array([[3.0, 4.0], [5.0, 12.0]]),
         "delta_norm": np.array([3.0, 4.0]),
         "update_norm": np.array([0.0, 2.0]),
@@ -61,7 +62,7 @@ def test_rows_of_steps_by_hand():
 
 
 def test_the_row_of_a_round_by_hand():
-    """Pooled: delta_k 5 and 13, delta 5, so 4 * 25 - 25 - 169 over 2 * 65."""
+    """Pooled: theta 25, delta_k 5 and 13, delta 5: 4 * 25 - 25 - 169 over 2 * 65."""
     row = metrics.round_row(measured(), {"round": 3})
     assert row == {
         "event": "round",
@@ -69,6 +70,8 @@ def test_the_row_of_a_round_by_hand():
         "loss": 3.0,
         "delta_norm": 5.0,
         "delta_k_norm": 9.0,
+        "drift": pytest.approx(0.36),
+        "drift_max": 0.52,
         "worker_cosine": pytest.approx(-94 / 130),
         "update_norm": 2.0,
     }
@@ -128,10 +131,15 @@ def test_a_round_is_timed_from_when_the_device_was_free(monkeypatch):
     monkeypatch.setattr(metrics.time, "monotonic", lambda: 0.0)
     clock = metrics.Clock()
     assert clock.round(began=1.0, ended=11.0) == 10.0
-    clock.evaluation(ended=14.0)
+    clock.busy_until(14.0)
     assert clock.round(began=2.0, ended=19.0) == 5.0
     assert clock.round(began=30.0, ended=33.0) == 3.0
-    assert clock.typical() == 4.0  # Without the first, which compiled.
+
+
+def test_a_clock_goes_on_from_where_a_run_was_stopped(monkeypatch):
+    now = iter([100.0, 100.0, 107.0])
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
+    assert metrics.Clock(seconds=30.0).total() == 37.0
 
 
 def test_watching_tells_when_a_result_came():

@@ -68,7 +68,8 @@ def ran(folder):
 
 def test_a_run_leaves_its_configuration_metrics_and_summary(ran):
     config, summary, workdir = ran
-    assert json.loads((workdir / "config.json").read_text()) == config.to_dict()
+    kept = json.loads((workdir / "config.json").read_text())
+    assert kept == json.loads(config.to_json())  # Tuples are lists there.
     assert json.loads((workdir / "summary.json").read_text()) == summary
     assert [row["step"] for row in rows(workdir, "step")] == [1, 2, 3, 4, 5, 6]
     rounds = rows(workdir, "round")
@@ -90,10 +91,11 @@ def test_the_trainer_does_what_the_algorithm_does(ran):
     """The same rounds by the library alone give the same losses and the same theta."""
     config, summary, workdir = ran
     built = experiment.build(config)
-    state, losses = built.algorithm.init(built.init()), []
-    step_round = jax.jit(built.algorithm.round)
+    algorithm = built.plan.algorithm
+    state, losses = algorithm.init(built.plan.init()), []
+    step_round = jax.jit(algorithm.round)
     for r in range(3):
-        state, measured = step_round(state, built.batches(r * 16))
+        state, measured = step_round(state, built.batches(r))
         losses.append(np.asarray(measured["loss"]))
     expected = np.concatenate(losses, axis=1).T.tolist()
     assert [row["loss_per_worker"] for row in rows(workdir, "step")] == expected
@@ -113,12 +115,19 @@ def test_a_run_on_shards_knows_no_bytes(folder):
     assert "bits_per_byte" not in summary
 
 
-def test_a_workdir_that_holds_a_run_or_is_a_file_is_refused(ran, folder):
-    _, _, workdir = ran
-    with pytest.raises(FileExistsError, match="holds a run already"):
-        run_in_process(folder, workdir)
-    with pytest.raises(FileExistsError, match="is a file"):
-        run_in_process(folder, folder / "text.txt")
+def test_a_workdir_that_cannot_be_one_is_refused(folder):
+    for workdir, message in (
+        (folder / "text.txt", "text.txt is a file; pass a folder"),
+        (folder / "text.txt" / "run", "run cannot be made: Not a directory"),
+    ):
+        with pytest.raises(train.RefusedError, match=message):
+            run_in_process(folder, workdir)
+
+
+def test_a_missing_package_is_an_error_of_one_sentence(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(train.RefusedError, match=r"wandb is missing: pip install"):
+        run_in_process(folder, folder / "missing", **{"logging.wandb": "project"})
 
 
 def test_a_theta_that_is_not_finite_stops_even_the_last_round(folder):
@@ -170,7 +179,7 @@ def test_two_processes_train_as_one_does(folder):
     results = [finish(process) for process in processes]
     assert [code for code, _, _ in results] == [0, 0], results
     # Only process 0 speaks, besides the transport, whose lines run into each other.
-    own = ("workdir", "model", "workers", "round", "held out", "eval_loss")
+    own = ("workdir", "model", "memory", "round", "held out", "eval_loss")
     assert [line for line in results[1][1].splitlines() if line.startswith(own)] == []
     one, two = (
         json.loads((folder / w / "summary.json").read_text()) for w in ("alone", "both")
@@ -181,9 +190,7 @@ def test_two_processes_train_as_one_does(folder):
     ):
         assert b["loss_per_worker"] == pytest.approx(a["loss_per_worker"], rel=1e-5)
     lines = out.splitlines()
-    assert (
-        sum(line.startswith("round ") for line in lines) == 4
-    )  # A plan, three rounds.
+    assert sum(line.startswith("round ") for line in lines) == 3
     assert lines[-1].startswith("eval_loss ")
 
 
@@ -199,7 +206,19 @@ def test_two_processes_train_as_one_does(folder):
         (["tiny"], "unexpected argument 'tiny'"),
         (["--process_id=1"], "process_id without --distributed has no effect"),
         (["--config.steps=70"], "steps=70 is not a multiple of sync_every=30"),
-        (["--config.data.path=x"], "or set data.format to jsonl or llmc"),
+        (["--dry_run", "--eval_only"], "--dry_run and --eval_only exclude one another"),
+        (["--eval_only"], "--eval_only needs the --workdir of a run"),
+        (["--dry_run", "--profile=2"], "--profile=2 needs a run that trains"),
+        (["--profile=-1"], "--profile=-1: .*-1 .* non-negative integer"),
+        (["--eval_only", "--workdir=runs/none"], "no checkpoints in workdir runs/none"),
+        (["--config.workers.num=0"], "workers.num must be at least 1, got 0"),
+        (["--config.workers.num=3"], "batch_size=16 is not a multiple .* 15 or 18"),
+        (["--config.mesh.workers=3"], "4 workers do not divide evenly .* 1, 2, 4"),
+        (["--config.model.num_layers=0"], "model.num_layers must be positive, got 0"),
+        (["--config.inner.name=moun"], "inner.name must be .* got 'moun'"),
+        (["--workdir=README.md"], "workdir README.md is a file; pass a folder"),
+        (["--workdir=README.md/run"], "README.md/run cannot be made: Not a directory"),
+        (["--config.data.path=x"], "or set data.format to text or jsonl or nanogpt"),
     ],
 )
 def test_a_bad_command_line_is_answered_in_one_line(arguments, message):
@@ -235,3 +254,39 @@ def test_help_says_how_to_run():
     code, out, err = finish(command("--help"))
     assert (code, err) == (0, "")
     assert "python run.py" in out
+
+
+def test_a_dry_run_says_what_it_would_take_and_makes_nothing(tmp_path):
+    """Of the paper's largest model, with neither its data nor its memory."""
+    arguments = ("--config=configs/paper.py:15b,muloco,k16", "--dry_run")
+    code, out, err = finish(command(*arguments, f"--workdir={tmp_path / 'run'}"))
+    assert (code, err) == (0, "")
+    assert "15,229,089,792 parameters" in out
+    assert "36,330 one after another, in 1,211 rounds of 30" in out
+    assert "per step 8,388,608, of each worker 524,288" in out
+    # 2 * 15 / 16 of four bytes a parameter; theta is those four bytes.
+    assert f"({2 * 15 * 4 * 15_229_089_792 // 16:,} bytes)" in out
+    assert "theta 56.7 GiB, theta_k 56.7 GiB, inner state 61.1 GiB" in out
+    assert re.search(
+        r"^blocks/mlp/up/kernel +\(54, 4608, 12672\) +muon +1\.658", out, re.M
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_taken_up_and_evaluated_by_its_workdir_alone(folder, ran):
+    """Without a --config the settings are those that the run was begun with."""
+    _, summary, workdir = ran
+    argument = f"--workdir={workdir}"
+    code, out, err = finish(command(argument, "--eval_only"))
+    assert (code, err) == (0, "")
+    assert out == f"eval_loss {summary['eval_loss']:.4f} nats per token (" + (
+        f"{summary['bits_per_byte']:.4f} bits per byte) after step 6\n"
+    )
+    code, out, err = finish(command(argument))
+    assert (code, err) == (0, "")
+    assert "resuming after step 6" in out
+    code, out, err = finish(command(argument, "--config.inner.learning_rate=0.5"))
+    assert code == 1
+    assert re.fullmatch(
+        r"run.py: .* inner\.learning_rate was 0\.03, is 0\.5; .*\n", err
+    ), err
