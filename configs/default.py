@@ -27,7 +27,7 @@ def get_config() -> ConfigDict:
 
     config.inner = ConfigDict()  # The optimizer of a worker.
     config.inner.name = "muon"  # "muon" (MuLoCo) or "adamw" (DiLoCo).
-    config.inner.learning_rate = 0.03  # Peak, of Muon and of Adam's side alike.
+    config.inner.learning_rate = 2**-6.5  # Peak, of Muon and of Adam's side alike.
     config.inner.weight_decay = 0.0  # Decoupled, times the learning rate.
     config.inner.muon_momentum = 0.9  # Decay of the heavy-ball momentum.
     config.inner.muon_nesterov = False  # Look ahead by one gradient.

@@ -13,6 +13,6 @@ from configs import muloco
 def get_config() -> ConfigDict:
     config = muloco.get_config()
     config.inner.name = "adamw"
-    config.inner.learning_rate = 2**-8
+    config.inner.learning_rate = 2**-9.5
     config.outer.momentum = 0.9  # As the MuLoCo paper's code has it at K = 8.
     return config

@@ -13,5 +13,5 @@ from configs import dp_muon
 def get_config() -> ConfigDict:
     config = dp_muon.get_config()
     config.inner.name = "adamw"
-    config.inner.learning_rate = 2**-8
+    config.inner.learning_rate = 2**-9
     return config

@@ -12,6 +12,7 @@ from configs import muloco
 
 def get_config() -> ConfigDict:
     config = muloco.get_config()
+    config.inner.learning_rate = 2**-5.5
     config.workers.num = 1
     config.outer.name = "sgd"
     config.outer.learning_rate = 1.0

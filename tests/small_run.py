@@ -2,6 +2,7 @@
 
 SETTINGS = {
     "sync_every": 2,
+    "inner.learning_rate": 0.03,
     "schedule.warmup_steps": 1,
     "model.width": 16,
     "model.head_dim": 8,
