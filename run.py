@@ -45,7 +45,7 @@ def parse(argv: list[str]) -> Arguments:
         ValueError: if it makes no sense.
     """
     try:
-        workdir = flags.DEFINE_string("workdir", "", "Folder of the run.")
+        workdir = flags.DEFINE_string("workdir", None, "Folder of the run.")
         dry_run = flags.DEFINE_bool("dry_run", False, "Only say what it would take.")
         eval_only = flags.DEFINE_bool("eval_only", False, "Only evaluate.")
         profile = flags.DEFINE_integer(
@@ -78,9 +78,17 @@ def parse(argv: list[str]) -> Arguments:
         "num_processes": num_processes.value,
         "process_id": process_id.value,
     }
-    given = [name for name, value in hosts.items() if value is not None]
+    given = [
+        f"--{name.removesuffix('_address')}"
+        for name, value in hosts.items()
+        if value is not None
+    ]
     if not distributed.value and given:
         raise ValueError(f"{', '.join(given)} without --distributed has no effect")
+    if workdir.value == "":
+        raise ValueError("--workdir is empty; name a folder, or leave it out")
+    if distributed.value and not (workdir.value or dry_run.value):
+        raise ValueError("--distributed needs a --workdir that all hosts share")
     if dry_run.value and eval_only.value:
         raise ValueError("--dry_run and --eval_only exclude one another")
     if (dry_run.value or eval_only.value) and profile.value:
@@ -106,15 +114,18 @@ def _define_config(argv, workdir):
     kinds of error for a key, and any for a file, which is a program.
     """
     given = any(re.match("--?config(=|$)", argument) for argument in argv)
-    stored = pathlib.Path(workdir, "config.json")
+    stored = pathlib.Path(workdir or ".", "config.json")
     if given or not workdir or not stored.is_file():
         flag = config_flags.DEFINE_config_file("config", str(TINY), lock_config=True)
         return flag, ""
-    settings: Any = _tuples(json.loads(stored.read_text(encoding="utf-8")))
-    flag = config_flags.DEFINE_config_dict(
-        "config", ConfigDict(settings), lock_config=True
-    )
-    return flag, str(stored)
+    try:
+        settings: Any = _tuples(json.loads(stored.read_text(encoding="utf-8")))
+        config = ConfigDict(settings)
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(
+            f"{stored} holds no settings; remove it, or give a --config"
+        ) from None
+    return config_flags.DEFINE_config_dict("config", config, lock_config=True), stored
 
 
 def _tuples(value):
@@ -133,16 +144,21 @@ def main(argv: list[str]) -> int:
         arguments = parse(argv)
         import jax  # Late, so that a mistyped key is answered at once.
 
-        from muloco_jax import budget, experiment, metrics, train
+        from muloco_jax import budget, experiment, metrics, train, workdirs
 
         if arguments.hosts is not None:
             jax.distributed.initialize(**arguments.hosts)
+        config, workdir = arguments.config, arguments.workdir
         if arguments.mode == "dry_run":
-            print(*budget.describe(experiment.plan(arguments.config)), sep="\n")
+            lines = budget.describe(experiment.plan(config))
+            if jax.process_index() == 0:
+                print(*lines, sep="\n")
             return 0
-        built = experiment.build(arguments.config)
+        built = experiment.build(config)
         if arguments.mode == "eval_only":
-            print(train.evaluation_text(train.evaluate(built, arguments.workdir)))
+            measured = train.evaluate(config, built, workdir)
+            if jax.process_index() == 0:
+                print(train.evaluation_text(measured))
             return 0
     except (ValueError, OSError) as error:
         return _fail(error)
@@ -151,14 +167,9 @@ def main(argv: list[str]) -> int:
             raise
         return _fail(_reason(error))
     try:
-        train.train(
-            arguments.config, built, arguments.workdir, profile=arguments.profile
-        )
-    except (train.RefusedError, metrics.DivergedError, OSError) as error:
+        train.train(config, built, workdir, profile=arguments.profile)
+    except (workdirs.RefusedError, metrics.DivergedError, OSError) as error:
         return _fail(error)
-    except KeyboardInterrupt:
-        print("run.py: interrupted", file=sys.stderr)
-        return 130
     return 0
 
 
@@ -182,4 +193,8 @@ def _fail(error):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    try:
+        sys.exit(main(sys.argv))
+    except KeyboardInterrupt:
+        print("run.py: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -40,8 +40,14 @@ VOCABULARY = 128_256  # Llama 3.1's.
 
 # Sequences per inner step over all workers: the best of those swept at 3.1B, read off
 # the paper's figure of loss over batch size, and those of the 15B runs in its figure of
-# wall-clock time, where K = 2, 4 and 8 were not run. 512 elsewhere, as the code tunes.
+# wall-clock time, where K = 2, 4 and 8 were not run. Of MuLoCo with one worker it says
+# that rescaled weight decays are 5e-4 to 5e-3, which are those of 256. Elsewhere 512,
+# where the code tunes weight decays; the best batch may be another.
 BATCH_SIZE = {
+    ("150m", "muloco", 1): 256,
+    ("416m", "muloco", 1): 256,
+    ("914m", "muloco", 1): 256,
+    ("1760m", "muloco", 1): 256,
     ("3100m", "muloco", 1): 256,
     ("3100m", "muloco", 8): 1024,
     ("3100m", "muloco", 16): 2048,
@@ -118,14 +124,17 @@ def get_config(argument: str = "") -> ConfigDict:
 
     config.model.num_layers, config.model.width = layers, width
     config.model.head_dim = HEAD_DIM
-    config.model.dtype = "bfloat16"  # The code, mixed precision.
+    # The code's mixed precision with FSDP; up to 416M its residual stays in float32.
+    config.model.dtype = "bfloat16"
     config.model.remat = True  # Activations of up to 54 layers would not fit.
     # Logits of a sequence are then 131 MB at a time in float32, and not 1.05 GB.
     config.model.loss_chunk = 256
 
     config.data.format = "llmc"
     config.data.vocab_size = VOCABULARY
-    config.data.end_of_text = 128_001  # Llama 3.1's <|end_of_text|>.
+    # What llm.c puts between documents with this tokenizer: its <|begin_of_text|>.
+    # Other writers take <|end_of_text|>, 128001.
+    config.data.end_of_text = 128_000
     config.data.sequence_length = 2048  # The code, its configurations.
     config.data.batch_size = batch_size
     return config

@@ -2,16 +2,17 @@
 
     python run.py
 
-It takes two to three minutes on two CPU cores and reaches an eval_loss of 1.79 nats per
-token (standard deviation 0.012 over three seeds).
+The same as `muloco.py`. It takes two to three minutes on two quiet CPU cores, and
+reaches an eval_loss of 1.764 nats per token (standard deviation 0.014 over three
+seeds).
 
 Paper: Therien et al., MuLoCo, https://arxiv.org/abs/2505.23725
 """
 
 from ml_collections import ConfigDict
 
-from configs import default
+from configs import muloco
 
 
 def get_config() -> ConfigDict:
-    return default.get_config()
+    return muloco.get_config()

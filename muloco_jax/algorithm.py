@@ -139,8 +139,9 @@ def diloco(
             Streaming DiLoCo), in [0, 1]. At 0 all workers restart from theta.
         microbatch: examples of a worker's batch per evaluation of the loss; 0: all. The
             gradients of the parts are averaged, in float32 or wider, before the inner
-            optimizer sees them; so are their losses. It divides the batch, so each part
-            counts alike: the loss must be a mean over examples of equal weight.
+            optimizer sees them; so are their losses and what else the loss reports,
+            counts and flags as float32. It divides the batch, so each part counts
+            alike: the loss must be a mean over examples of equal weight.
         specs: partition specs of the parameters over the mesh axes inside a worker, a
             tree like them; by default they are replicated there.
 
@@ -379,6 +380,14 @@ def _accumulated(differentiate, size):
         if count == 1:
             return differentiate(params, batch)
         shapes = jax.eval_shape(differentiate, params, batch)
+        of_part = jax.eval_shape(
+            differentiate, params, jax.tree.map(lambda x: x[0], parts)
+        )
+        if jax.tree.map(jnp.shape, of_part) != jax.tree.map(jnp.shape, shapes):
+            raise ValueError(
+                "with a microbatch the loss must report means over examples, but it "
+                "reports an array whose shape depends on the batch"
+            )
         dtype = lambda x: jnp.promote_types(x.dtype, jnp.float32)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype(x)), shapes)
 

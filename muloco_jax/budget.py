@@ -29,9 +29,10 @@ def describe(plan: Any) -> list[str]:
     inner, outer = plan.names
     per_step = plan.batch_sizes * plan.sequence_length
     total = int(per_step.sum()) * plan.sync_every
-    spread = ", ".join(f"{axis}: {size}" for axis, size in workers.mesh.shape.items())
+    axes = workers.mesh.shape.items()
+    spread = ", ".join(f"{axis}: {size}" for axis, size in axes)
     device = workers.mesh.devices.flat[0]
-    parts = memory(state, jax.tree.map(lambda x: x.sharding, state))
+    parts = memory(state)
     of_parts = ", ".join(
         f"{name} {bytes_text(size)}" for name, size in parts.items() if size
     )
@@ -51,7 +52,8 @@ def describe(plan: Any) -> list[str]:
         f"           per round {each(per_step * plan.sync_every)}, in all {total:,}",
         f"compute    {total * plan.flops_per_token:.3g} FLOPs in all",
         f"sends      {bytes_text(plan.wire_bytes)} ({plan.wire_bytes:,} bytes) of each "
-        f"worker per round, {bytes_text(plan.rounds * plan.wire_bytes)} in all",
+        f"worker per round, {bytes_text(plan.rounds * plan.wire_bytes)} in all, if "
+        f"each has devices of its own",
         f"memory     {bytes_text(sum(parts.values()))} of state on each device, "
         f"besides gradients and activations:",
         f"           {of_parts}",
@@ -61,19 +63,17 @@ def describe(plan: Any) -> list[str]:
     ]
 
 
-def memory(state: Any, shardings: Any) -> dict[str, int]:
+def memory(state: Any) -> dict[str, int]:
     """Bytes of a run's state on the fullest device, by part.
 
     Args:
-        state: a `DiLoCoState` of arrays, or of shapes as
-            `jax.eval_shape(algorithm.init, shapes)` gives.
-        shardings: `algorithm.shardings(state)`.
+        state: a `DiLoCoState` of arrays, or of shapes with their shardings.
     """
 
-    def on_a_device(x, sharding):  # Shards are of one shape, so no device is fuller.
-        return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    def on_a_device(x):  # Shards are of one shape, so no device is fuller.
+        return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
-    sizes = jax.tree.map(on_a_device, state, shardings)
+    sizes = jax.tree.map(on_a_device, state)
     parts = {
         "theta": sizes.params,
         "theta_k": sizes.workers.params,
@@ -140,15 +140,6 @@ def bytes_text(num: int) -> str:
     ('512 B', '12.3 MiB')
     """
     return _scaled(num, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
-
-
-def count_text(num: int) -> str:
-    """A count, to four digits.
-
-    >>> count_text(512), count_text(150_616_064)
-    ('512', '150.6M')
-    """
-    return _scaled(num, 1000, ("", "k", "M", "B", "T"))
 
 
 def _scaled(num, step, units):

@@ -29,19 +29,27 @@ class WriteError(OSError):
     """A checkpoint could not be written."""
 
 
+class ReadError(OSError):
+    """A checkpoint could not be read."""
+
+
 class Checkpoints:
     """The checkpoints of a workdir; a context manager that waits for the last write.
 
     Orbax runs on all processes, which must share the folder.
     """
 
-    def __init__(self, workdir: str | pathlib.Path, keep: int = 1):
-        """Opens the folder, and makes it if it is not there.
+    def __init__(self, workdir: str | pathlib.Path, keep: int | None = None):
+        """Opens the folder.
 
         Args:
             workdir: folder of the run.
             keep: how many of the latest checkpoints to keep; the best stays besides.
+                None: only to read, perhaps while somebody else writes.
         """
+        if keep is None:
+            self._manager = _manager(workdir, create=False)
+            return
         best = checkpoint_managers.BestN(get_metric_fn=_eval_loss, reverse=True, n=1)
         latest = checkpoint_managers.LatestN(keep)
         self._manager = _manager(
@@ -56,8 +64,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, *exception):
-        with _failures_named():
-            self._manager.close()
+        self.wait()
+        self._manager.close()
 
     @property
     def latest(self) -> int | None:
@@ -90,14 +98,28 @@ class Checkpoints:
             about=ocp.args.JsonSave(about),
         )
         metrics = {"eval_loss": math.inf if eval_loss is None else eval_loss}
-        with _failures_named():
-            self._manager.wait_until_finished()
+        self.wait()
+        with _named(WriteError, "a checkpoint could not be written"):
             self._manager.save(step, args=arguments, metrics=metrics, force=True)
 
+    def wait(self) -> None:
+        """Waits until the last checkpoint is there.
+
+        Raises:
+            WriteError: if it could not be written.
+        """
+        with _named(WriteError, "a checkpoint could not be written"):
+            self._manager.wait_until_finished()
+
     def about(self, step: int) -> dict[str, Any]:
-        """What `save` was told besides the state."""
+        """What `save` was told besides the state.
+
+        Raises:
+            ReadError: if it cannot be read.
+        """
         arguments = ocp.args.Composite(about=ocp.args.JsonRestore())
-        return self._manager.restore(step, args=arguments)["about"]
+        with _unreadable(self._manager, step):
+            return self._manager.restore(step, args=arguments)["about"]
 
     def restore(self, step: int, state: DiLoCoState) -> DiLoCoState:
         """Reads a state.
@@ -107,23 +129,37 @@ class Checkpoints:
             state: shapes and shardings, as `jax.ShapeDtypeStruct`.
 
         Raises:
-            ValueError: if theta has other shapes there.
+            ValueError: if the checkpoint has other arrays.
+            ReadError: if it cannot be read.
         """
-        _check_shapes(self._manager, step, state.params)
+        rest = state._replace(params=())
+        _check_arrays(self._manager, step, {"theta": state.params, "state": rest})
         arguments = ocp.args.Composite(
             theta=ocp.args.StandardRestore(state.params),
-            state=ocp.args.StandardRestore(state._replace(params=())),
+            state=ocp.args.StandardRestore(rest),
         )
-        restored = self._manager.restore(step, args=arguments)
-        return restored["state"]._replace(params=restored["theta"])
+        with _unreadable(self._manager, step):
+            restored = self._manager.restore(step, args=arguments)
+            return restored["state"]._replace(params=restored["theta"])
 
 
 @contextlib.contextmanager
-def _failures_named():
+def _named(kind, what):
+    """Turns errors, which may be of any kind and from other threads, into one."""
     try:
         yield
-    except Exception as error:  # Of any kind: it may have happened in other threads.
-        raise WriteError(f"a checkpoint could not be written: {error}") from error
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise kind(f"{what}: {type(error).__name__}: {reason}") from error
+
+
+def _unreadable(manager, step):
+    folder = manager.directory / str(step)
+    return _named(
+        ReadError,
+        f"the checkpoint {folder} cannot be read; remove it, to go on from the one "
+        f"before it",
+    )
 
 
 def saved_steps(workdir: str | pathlib.Path) -> list[int]:
@@ -152,30 +188,39 @@ def load_params(
         The parameters, theta.
 
     Raises:
-        FileNotFoundError: if there is no such checkpoint.
-        ValueError: if it has other shapes than `like`.
+        FileNotFoundError: if there is no such checkpoint; of the best, if no checkpoint
+            was evaluated.
+        ValueError: if it has other arrays than `like`.
+        ReadError: if it cannot be read.
     """
-    steps = saved_steps(workdir)
-    if not steps:
+    if not (pathlib.Path(workdir) / _FOLDER).is_dir():
         raise FileNotFoundError(f"there are no checkpoints in workdir {workdir}")
     with _manager(workdir, create=False) as manager:
         named = {"latest": manager.latest_step, "best": manager.best_step}
-        found = named[step]() if step in named else step
+        found, steps = step, sorted(manager.all_steps())
+        if step in named:
+            found = named[step]()
         if found not in steps:
             raise FileNotFoundError(
                 f"there is no checkpoint {step!r} in workdir {workdir}; there are "
                 f"{steps}, 'latest' and 'best'"
             )
+        if step == "best" and math.isinf(manager.metrics(found)["eval_loss"]):
+            raise FileNotFoundError(
+                f"no checkpoint in workdir {workdir} was evaluated, so none is the "
+                f"best; there are {steps}"
+            )
         if like is None:
             device = SingleDeviceSharding(jax.local_devices()[0])
             like = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
-                dict(manager.item_metadata(found)["theta"]),
+                dict(_metadata(manager, found)["theta"]),
             )
         else:
-            _check_shapes(manager, found, like)
+            _check_arrays(manager, found, {"theta": like})
         arguments = ocp.args.Composite(theta=ocp.args.StandardRestore(like))
-        return manager.restore(found, args=arguments)["theta"]
+        with _unreadable(manager, found):
+            return manager.restore(found, args=arguments)["theta"]
 
 
 def _manager(workdir, **options):
@@ -193,21 +238,29 @@ def _manager(workdir, **options):
     )
 
 
-def _check_shapes(manager, step, like):
-    """Refuses other parameters, of which orbax would say less."""
-    shapes = lambda params: {
-        tree.name(path): tuple(x.shape)
-        for path, x in jax.tree_util.tree_leaves_with_path(params)
-    }
-    saved = shapes(dict(manager.item_metadata(step)["theta"]))
-    wanted = shapes(like)
-    for name in sorted(saved | wanted):
-        if saved.get(name) != wanted.get(name):
-            raise ValueError(
-                f"parameter {name} has shape {saved.get(name)} in the checkpoint of "
-                f"step {step}, and {wanted.get(name)} in this model"
-            )
-
-
 def _eval_loss(metrics):
     return metrics["eval_loss"]
+
+
+def _metadata(manager, step):
+    with _unreadable(manager, step):
+        found = manager.item_metadata(step)
+        # An item whose files are gone has none.
+        return {name: dict(found[name].tree) for name in ("theta", "state")}
+
+
+def _check_arrays(manager, step, items):
+    """Refuses other arrays than those of the checkpoint, of which orbax says less."""
+    shapes = lambda item: {
+        tree.name(path): tuple(x.shape)
+        for path, x in jax.tree_util.tree_leaves_with_path(item)
+    }
+    metadata = _metadata(manager, step)
+    for item, like in items.items():
+        saved, wanted = shapes(metadata[item]), shapes(like)
+        for name in sorted(saved | wanted):
+            if saved.get(name) != wanted.get(name):
+                raise ValueError(
+                    f"{item} {name} has shape {saved.get(name)} in the checkpoint of "
+                    f"step {step}, and {wanted.get(name)} here"
+                )

@@ -214,7 +214,7 @@ def _json_text(line, field):
     """The text in one line, or an error that says what is wrong with it."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict):
         raise ValueError(f"must be a JSON object, got {line[:40]!r}")

@@ -10,10 +10,10 @@ one:
 Token shards are tokens already. Each is a stream of its own, and is read where it lies.
 
 Training examples are windows of L + 1 tokens of a stream that overlap by one, so that
-every token is predicted once an epoch, but for the fewer than L that remain of each
-stream. They are shuffled globally, anew each epoch, by random access. So the whole
-state of the data is one number, the examples consumed, and what it yields depends
-neither on the number of workers nor on that of processes.
+every token is predicted once an epoch, but for the first of each stream and the fewer
+than L that remain. They are shuffled globally, anew each epoch, by random access. So
+the whole state of the data is one number, the examples consumed, and what it yields
+depends neither on the number of workers nor on that of processes.
 """
 
 import hashlib
@@ -100,7 +100,7 @@ def tokenize(corpus: Corpus, tokenizer: Tokenizer, cache: str = "") -> Tokens:
         held_out = round(corpus.held_out_share * len(stream))
         # A document may be cut, so bytes are charged by the share of tokens.
         texts = held_out - np.count_nonzero(ends >= len(stream) - held_out)
-        held_out_bytes = round(sum(sizes) * texts / (len(stream) - len(ends)))
+        held_out_bytes = round(sum(sizes) * texts / max(1, len(stream) - len(ends)))
     cut = len(stream) - held_out
     if cut < 2 or held_out_bytes < 1:
         raise _nothing_left(held_out, len(stream))

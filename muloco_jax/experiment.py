@@ -294,6 +294,8 @@ def _vocabulary(config):
 
 def _tokens(config):
     keys = config.data
+    if keys.format != "shakespeare" and not keys.path:
+        raise FileNotFoundError("data.path is empty; name a file, a folder or a glob")
     find = functools.partial(
         corpus.find_files,
         keys.path,
@@ -315,22 +317,12 @@ def _tokens(config):
 
 
 def _model_config(config, vocabulary):
-    vocab_size, end_of_text = vocabulary
-    multiple = config.model.vocab_multiple
+    size, end_of_text = vocabulary
+    keys = config.model.to_dict()
+    multiple = keys.pop("vocab_multiple")
     try:
         return model.ModelConfig(
-            vocab_size=-(-vocab_size // multiple) * multiple,
-            end_of_text=end_of_text,
-            num_layers=config.model.num_layers,
-            width=config.model.width,
-            head_dim=config.model.head_dim,
-            num_kv_heads=config.model.num_kv_heads,
-            mlp_ratio=config.model.mlp_ratio,
-            rope_theta=config.model.rope_theta,
-            dtype=config.model.dtype,
-            remat=config.model.remat,
-            loss_chunk=config.model.loss_chunk,
-            z_loss=config.model.z_loss,
+            vocab_size=-(-size // multiple) * multiple, end_of_text=end_of_text, **keys
         )
     except ValueError as error:  # They begin with the name of a size.
         raise ValueError(f"model.{error}") from None

@@ -15,7 +15,7 @@ import numpy as np
 
 
 class DivergedError(RuntimeError):
-    """A loss or a gradient of some worker is no longer finite."""
+    """A loss, a gradient, the outer step or an evaluation is no longer finite."""
 
 
 def worker_cosine(delta_k_norm: np.ndarray, delta_norm: float) -> float:

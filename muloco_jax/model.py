@@ -349,6 +349,22 @@ def init(config: ModelConfig, key: jax.Array) -> PyTree:
         return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(key))))
 
 
+def logits(config: ModelConfig) -> Callable[[PyTree, jax.Array], jax.Array]:
+    """What the model expects to follow each token, for sampling.
+
+    Returns:
+        A function of `(params, tokens [B, L])` to unnormalized log-probabilities
+        `[B, L, V]` of the tokens after them, in float32 or wider.
+    """
+    graph, _ = _abstract(config)
+
+    def predict(params, tokens):
+        model = nnx.merge(graph, params)
+        return model.head(model(tokens)).astype(_at_least_f32(config.dtype))
+
+    return predict
+
+
 def token_losses(config: ModelConfig) -> Callable[[PyTree, jax.Array], Any]:
     """The cross-entropy of each next token.
 

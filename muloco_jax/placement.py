@@ -6,10 +6,12 @@ The axes of a mesh are "workers" and, inside a worker, "data" (the batch is spli
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,6 +19,7 @@ from muloco_jax.workers import AXIS
 
 # Axes inside a worker that sequences are spread over.
 BATCH_AXES = ("data", "fsdp")
+_MOST_CPU_DEVICES = 512  # Making them takes time; a mesh that needs more is refused.
 
 
 def set_cpu_devices(num: int) -> None:
@@ -27,7 +30,7 @@ def set_cpu_devices(num: int) -> None:
     """
     if jax.config.jax_num_cpu_devices < 0:  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", num)
+            jax.config.update("jax_num_cpu_devices", min(num, _MOST_CPU_DEVICES))
 
 
 def make_mesh(num_workers: int, slices: int, inside: Mapping[str, int]) -> Mesh:
@@ -59,12 +62,27 @@ def make_mesh(num_workers: int, slices: int, inside: Mapping[str, int]) -> Mesh:
             f"which leaves some processes without any; make one of its axes larger, or "
             f"start fewer processes (on CPU, set JAX_NUM_CPU_DEVICES)"
         )
-    return jax.make_mesh(
-        tuple(shape.values()),
+    return Mesh(
+        layout(devices, tuple(shape.values())),
         tuple(shape),
-        (AxisType.Auto,) * len(shape),
-        devices=devices,
+        axis_types=(AxisType.Auto,) * len(shape),
     )
+
+
+def layout(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """Devices as a mesh whose first axis is that of workers.
+
+    Where devices are in several groups with slow networks between them (slices of TPUs,
+    hosts of GPUs), the workers are split over the groups, so that only they communicate
+    over those, if their number allows that.
+    """
+    groups = len({getattr(device, "slice_index", 0) for device in devices})
+    if groups == 1:
+        return mesh_utils.create_device_mesh(shape, devices)
+    if shape[0] % groups:
+        return np.array(devices).reshape(shape)
+    within, between = (shape[0] // groups, *shape[1:]), (groups, *[1] * len(shape[1:]))
+    return mesh_utils.create_hybrid_device_mesh(within, between, devices)
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -83,4 +101,12 @@ def place(
         shape: of the whole array.
         read: a tuple of slices, one per axis -> that part of the array.
     """
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), read)
+    known = {}  # Devices of a tensor group hold the same part.
+
+    def part(where):
+        key = str(where)
+        if key not in known:
+            known[key] = read(where)
+        return known[key]
+
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), part)

@@ -37,8 +37,12 @@ def learning_rate(
     Raises:
         ValueError: if a piece has no known shape, or the pieces do not fit the run.
     """
-    if warmup_steps >= steps:
-        raise ValueError(f"warmup_steps={warmup_steps} must be less than steps={steps}")
+    if not 0 <= warmup_steps < steps:
+        raise ValueError(
+            f"warmup_steps={warmup_steps} must be less than steps={steps}, and not "
+            f"negative"
+        )
+    _check_pieces(pieces, {"shape": str, "steps": int, "fraction": float})
     lengths = _lengths([piece[1] for piece in pieces], steps - warmup_steps)
     schedules: list[Any] = [lambda count: peak * (count + 1) / max(warmup_steps, 1)]
     start = 1.0
@@ -83,6 +87,9 @@ def batch_sizes(
     Raises:
         ValueError: if the pieces do not fit the run, or cut a round.
     """
+    _check_pieces(pieces, {"steps": int, "batch size": int})
+    if low := [size for _, size in pieces if size < 1]:
+        raise ValueError(f"a batch size must be at least 1, got {low[0]}")
     lengths = _lengths([piece[0] for piece in pieces], steps)
     for length in lengths:
         if length % sync_every:
@@ -93,13 +100,39 @@ def batch_sizes(
     return np.repeat([piece[1] for piece in pieces], np.array(lengths) // sync_every)
 
 
+def _check_pieces(pieces, fields):
+    """Refuses what is no sequence of tuples with `fields`, names to types."""
+    needed = f"({', '.join(fields)})"
+    if not isinstance(pieces, tuple | list):
+        raise ValueError(f"pieces must be a tuple of {needed}, got {pieces!r}")
+    for piece in pieces:
+        fits = isinstance(piece, tuple | list) and len(piece) == len(fields)
+        if not fits or not all(
+            is_a(value, kind)
+            for value, kind in zip(piece, fields.values(), strict=True)
+        ):
+            kinds = ", ".join(kind.__name__ for kind in fields.values())
+            raise ValueError(
+                f"a piece must be {needed}, of types {kinds}, got {piece!r}; a single "
+                f"one is written with a comma, ({needed},)"
+            )
+
+
+def is_a(value: Any, kind: type) -> bool:
+    """Whether a value is of a type; an int is a float too, a bool is neither."""
+    if isinstance(value, bool) and kind is not bool:
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
 def _lengths(lengths, total):
     """Steps of pieces, of which the last may be 0, summing up to `total`."""
-    if lengths and lengths[-1] == 0:
-        lengths = [*lengths[:-1], total - sum(lengths)]
-    if any(length < 1 for length in lengths) or sum(lengths) != total:
+    filled = list(lengths)
+    if filled and filled[-1] == 0:
+        filled[-1] = total - sum(filled)
+    if any(length < 1 for length in filled) or sum(filled) != total:
         raise ValueError(
             f"pieces of {lengths} steps must each be positive and sum up to {total}; "
-            f"the last may be 0 for all that remain"
+            f"the last may be 0 for all that remain, of which there must be some"
         )
-    return lengths
+    return filled

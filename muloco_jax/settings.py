@@ -1,6 +1,6 @@
 """What a configuration must hold, and which of it may change when a run is resumed.
 
-Besides `experiment`, which makes values of it, nothing else looks into one.
+`experiment` makes values of it; `train` reads how often to save and to evaluate.
 """
 
 import functools
@@ -8,38 +8,43 @@ import json
 import math
 from typing import Any
 
+from flax import traverse_util
+
+from muloco_jax import schedules
+
 Config = Any  # A ConfigDict of the keys in configs/default.py; it has no types.
 
-# Key -> what its value must be at least, and what it must be less than.
+# Key -> what its value must be at least, of the type that it must have, and what it
+# must be less than.
 _RANGES = {
     "seed": (0, 2**31),
-    "steps": (1, math.inf),
-    "sync_every": (1, math.inf),
-    "workers.num": (1, math.inf),
-    "mesh.workers": (0, math.inf),
-    "mesh.data": (1, math.inf),
-    "mesh.fsdp": (1, math.inf),
-    "mesh.tensor": (1, math.inf),
-    "inner.learning_rate": (0, math.inf),
-    "inner.weight_decay": (0, math.inf),
-    "inner.muon_momentum": (0, 1),
-    "inner.adam_b1": (0, 1),
-    "inner.adam_b2": (0, 1),
-    "inner.adam_eps": (0, math.inf),
-    "inner.clip_norm": (0, math.inf),
-    "schedule.warmup_steps": (0, math.inf),
-    "outer.learning_rate": (0, math.inf),
-    "outer.momentum": (0, 1),
-    "model.vocab_multiple": (1, math.inf),
-    "data.vocab_size": (0, 2**31),
-    "data.end_of_text": (-1, 2**31),
-    "data.sequence_length": (1, math.inf),
-    "data.batch_size": (1, math.inf),
-    "data.microbatch": (0, math.inf),
-    "checkpoint.every_rounds": (0, math.inf),
-    "checkpoint.keep": (1, math.inf),
-    "evaluation.every_rounds": (1, math.inf),
-    "evaluation.batch_size": (1, math.inf),
+    "steps": (1, 2**31),
+    "sync_every": (1, 2**31),
+    "workers.num": (1, 2**31),
+    "mesh.workers": (0, 2**20),
+    "mesh.data": (1, 2**20),
+    "mesh.fsdp": (1, 2**20),
+    "mesh.tensor": (1, 2**20),
+    "inner.learning_rate": (0.0, math.inf),
+    "inner.weight_decay": (0.0, math.inf),
+    "inner.muon_momentum": (0.0, 1),
+    "inner.adam_b1": (0.0, 1),
+    "inner.adam_b2": (0.0, 1),
+    "inner.adam_eps": (0.0, math.inf),
+    "inner.clip_norm": (0.0, math.inf),
+    "schedule.warmup_steps": (0, 2**31),
+    "outer.learning_rate": (0.0, math.inf),
+    "outer.momentum": (0.0, 1),
+    "model.vocab_multiple": (1, 2**31),
+    "data.vocab_size": (0, 2**24),
+    "data.end_of_text": (-1, 2**24),
+    "data.sequence_length": (1, 2**31),
+    "data.batch_size": (1, 2**31),
+    "data.microbatch": (0, 2**31),
+    "checkpoint.every_rounds": (0, 2**31),
+    "checkpoint.keep": (1, 2**31),
+    "evaluation.every_rounds": (1, 2**31),
+    "evaluation.batch_size": (1, 2**31),
 }
 
 
@@ -51,19 +56,23 @@ def check(config: Config) -> None:
     """
     for key, (low, high) in _RANGES.items():
         value = functools.reduce(getattr, key.split("."), config)
+        if not schedules.is_a(value, type(low)):
+            raise ValueError(
+                f"{key} must be of type {type(low).__name__}, got {value!r}"
+            )
         if not low <= value < high:
-            below = "" if high == math.inf else f" and less than {high}"
-            raise ValueError(f"{key} must be at least {low}{below}, got {value}")
+            limit = "finite" if high == math.inf else f"less than {high}"
+            below = "" if value < low else f" and {limit}"
+            raise ValueError(f"{key} must be at least {low:g}{below}, got {value}")
     if chunk := config.model.loss_chunk:
         length = config.data.sequence_length
         check_multiple("data.sequence_length", length, chunk, "model.loss_chunk")
     check_multiple("steps", config.steps, config.sync_every, "sync_every")
     _check_data(config.data)
-    keys = dict(_flat(json.loads(config.to_json())))
-    for changeable in config.checkpoint.may_change:
-        if not any(key.startswith(changeable) for key in keys):
+    for named in config.checkpoint.may_change:
+        if not any(_covers(named, key) for key in flat(config)):
             raise ValueError(
-                f"checkpoint.may_change names {changeable!r}, which is no key"
+                f"checkpoint.may_change names {named!r}, which is no key and no section"
             )
 
 
@@ -107,6 +116,8 @@ def _check_data(keys):
                 f"which has no use for it; leave it at {unset!r}, or set data.format "
                 f"to {' or '.join(formats)}"
             )
+    if not 0 < keys.held_out < 1:
+        raise ValueError(f"data.held_out must be between 0 and 1, got {keys.held_out}")
     if keys.format in SHARDS and keys.vocab_size <= max(0, keys.end_of_text):
         raise ValueError(
             f"data.vocab_size={keys.vocab_size} must be above 0 and above "
@@ -120,47 +131,49 @@ def _check_data(keys):
 _MAY_CHANGE = (
     "steps",
     "workers.sequential",
-    "mesh.",
+    "mesh",
     "model.remat",
     "model.loss_chunk",
     "data.microbatch",
     "data.path",
+    "data.held_out_path",
     "data.cache",
-    "evaluation.",
-    "checkpoint.",
-    "logging.",
+    "evaluation",
+    "checkpoint",
+    "logging",
 )
 
 
-def contradictions(old: dict[str, Any] | None, config: Config) -> list[str]:
-    """What keeps a run with settings `old` from being continued with `config`.
+def flat(config: Config) -> dict[str, Any]:
+    """All keys as `section.key`, with values as JSON has them."""
+    return traverse_util.flatten_dict(json.loads(config.to_json()), sep=".")
+
+
+def changes(
+    old: dict[str, Any], config: Config
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What differs between the settings of a run so far and those to continue with.
 
     Args:
-        old: the settings as nested dicts from JSON; None if there are none.
-        config: the new ones, whose `checkpoint.may_change` names more keys that may
-            differ than those that always may.
+        old: of the run so far, as nested dicts from JSON.
+        config: the new ones, whose `checkpoint.may_change` names more keys or sections
+            that may differ than those that always may.
 
     Returns:
-        For each key, what it was and what it is.
+        For each key what it was and is, as text: those that may differ, and those that
+        may not.
     """
-    if old is None:
-        return []
-    before, now = (
-        dict(_flat(settings)) for settings in (old, json.loads(config.to_json()))
-    )
-    may_change = (*_MAY_CHANGE, *config.checkpoint.may_change)
-    absent = "absent"
-    return [
-        f"{key} was {before.get(key, absent)!r}, is {now.get(key, absent)!r}"
-        for key in sorted(before | now)
-        if before.get(key, absent) != now.get(key, absent)
-        and not key.startswith(may_change)
-    ]
+    before, now = traverse_util.flatten_dict(old, sep="."), flat(config)
+    free = (*_MAY_CHANGE, *config.checkpoint.may_change)
+    allowed, refused = {}, {}
+    for key in sorted(before | now):
+        was, is_now = before.get(key, "absent"), now.get(key, "absent")
+        if was != is_now:
+            which = allowed if any(_covers(name, key) for name in free) else refused
+            which[key] = f"{key} was {was!r}, is {is_now!r}"
+    return allowed, refused
 
 
-def _flat(settings, prefix=""):
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _covers(name, key):
+    """Whether `name` is `key`, or the section that it is in."""
+    return isinstance(name, str) and (key == name or key.startswith(f"{name}."))

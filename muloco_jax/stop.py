@@ -1,14 +1,14 @@
 """Stopping a run in good order when the system or the user asks for it."""
 
+import contextlib
 import os
 import signal
 import threading
-
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
+import time
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Those that signal a process and then its group, as `timeout` does, mean it once.
+_ONE_SIGNAL_SECONDS = 0.5
 
 
 class Stop:
@@ -17,10 +17,13 @@ class Stop:
     Both are noticed at once, by a thread that Python wakes up: the main thread may be
     compiling for minutes. If entered in another thread, where Python allows no
     handlers, it never asks.
+
+    Attributes:
+        asked: whether this process was asked to stop.
     """
 
     def __init__(self):
-        self._asked = False
+        self.asked = False
         self._before = {}
 
     def __enter__(self):
@@ -45,24 +48,19 @@ class Stop:
         os.close(self._read)
 
     def _note(self, number, frame):
-        self._asked = True
+        self.asked = True
 
     def _watch(self):
-        seen = 0
+        first = None
         while numbers := os.read(self._read, 1):
+            now = time.monotonic()
             if numbers[0] not in _SIGNALS:  # Of somebody else's handler.
                 continue
-            seen += 1
-            if seen > 1:
+            if first is not None and now - first > _ONE_SIGNAL_SECONDS:
                 os._exit(128 + numbers[0])
-            self._asked = True
-            name = signal.Signals(numbers[0]).name
-            text = f"{name}: saving after this round; once more to stop at once\n"
-            os.write(1, text.encode())  # `print` may be in use.
-
-    def asked(self) -> bool:
-        """Whether to stop; the same on all processes, whichever got a signal."""
-        asked = np.array(self._asked)
-        if jax.process_count() > 1:
-            asked = multihost_utils.process_allgather(asked)
-        return bool(np.any(asked))
+            if first is None:
+                first, self.asked = now, True
+                name = signal.Signals(numbers[0]).name
+                text = f"{name}: saving after this round; once more to stop at once\n"
+                with contextlib.suppress(OSError):
+                    os.write(1, text.encode())  # `print` may be in use.

@@ -4,24 +4,28 @@ A workdir is a run: `config.json`, `metrics.jsonl`, `checkpoints/` and, once the
 ended, `summary.json`. Training in a workdir with checkpoints goes on from the latest.
 """
 
-import json
+import contextlib
 import math
-import os
 import pathlib
 import time
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from muloco_jax import budget, checkpoint, metrics, stop, writers
+from muloco_jax import (
+    budget,
+    checkpoint,
+    metrics,
+    placement,
+    stop,
+    workdirs,
+    writers,
+)
 from muloco_jax.experiment import Experiment
-from muloco_jax.settings import Config, contradictions
-
-
-class RefusedError(ValueError):
-    """What was asked for does not go with what is there."""
+from muloco_jax.settings import Config
 
 
 def train(
@@ -45,42 +49,54 @@ def train(
         Of a run that was stopped, so far.
 
     Raises:
-        RefusedError: if `workdir` cannot be one, or holds a run that `config` or the
-            data contradict; if the round to profile is not one of those to come; if a
-            package of a writer is missing.
+        workdirs.RefusedError: if `workdir` cannot be one, or holds a run that `config`
+            or the data contradict; if the round to profile is not one of those to come;
+            if a package of a writer is missing.
         OSError: if something could not be written.
         metrics.DivergedError: if a loss, theta or an evaluation is no longer finite.
     """
     folder = pathlib.Path(workdir)
-    _make(folder)
-    with checkpoint.Checkpoints(folder, config.checkpoint.keep) as checkpoints:
-        about = _about(config, experiment, checkpoints, folder)
-        with stop.Stop() as stopping, _Log(config, experiment, folder, about) as log:
-            try:
-                _loop(config, experiment, checkpoints, about, stopping, log, profile)
-            except metrics.DivergedError as error:
-                kept = f"the last checkpoint is of step {checkpoints.latest}"
-                if checkpoints.latest is None:
-                    kept = "there is no checkpoint yet"
-                raise metrics.DivergedError(f"{error}; {kept}") from None
+    with contextlib.ExitStack() as opened:
+        if jax.process_count() > 1:
+            workdirs.check_equal(config, experiment.fingerprint)
+        opened.enter_context(workdirs.together(workdirs.claim, folder))
+        workdirs.together(workdirs.find, folder)
+        checkpoints = opened.enter_context(
+            checkpoint.Checkpoints(folder, config.checkpoint.keep)
+        )
+        run = config, experiment
+        about = workdirs.together(workdirs.about, *run, checkpoints, folder)
+        workdirs.together(workdirs.check_profile, profile, about, experiment.plan)
+        stopping = opened.enter_context(stop.Stop())
+        log = opened.enter_context(workdirs.together(_Log, *run, folder, about))
+        try:
+            _loop(config, experiment, checkpoints, about, stopping, log, profile)
+        except metrics.DivergedError as error:
+            kept = f"the last checkpoint is of step {checkpoints.latest}"
+            if checkpoints.latest is None:
+                kept = "there is no checkpoint yet"
+            raise metrics.DivergedError(f"{error}; {kept}") from None
     return log.summary
 
 
 def _loop(config, experiment, checkpoints, about, stopping, log, profile):
     plan, clock = experiment.plan, log.clock
     if about["step"]:
-        state = checkpoints.restore(about["step"], plan.state)
+        try:
+            state = checkpoints.restore(about["step"], plan.state)
+        except ValueError as error:
+            raise workdirs.RefusedError(
+                f"{error}; undo what checkpoint.may_change let"
+            ) from None
     else:
         state = plan.algorithm.init(plan.init())
     first = about["step"] // plan.sync_every
     if first == plan.rounds:  # It had ended already.
         log.end(experiment.evaluate(state.params))
-    if profile and not first < profile <= plan.rounds:
-        raise RefusedError(
-            f"profile={profile} must be one of the rounds {first + 1} to {plan.rounds}"
-        )
+        return
     log.sync_seconds = _time_sync(plan, state)
     take_round = jax.jit(plan.algorithm.round, donate_argnums=0)
+    gather, alone = _gather(plan.workers.mesh), jax.process_count() == 1
     every, save_every = config.evaluation.every_rounds, config.checkpoint.every_rounds
     pending: tuple | None = None
     for index in range(first, plan.rounds):
@@ -96,22 +112,25 @@ def _loop(config, experiment, checkpoints, about, stopping, log, profile):
         due = last or (index + 1) % every == 0
         eval_loss = experiment.evaluate(state.params) if due else None
         evaluated = clock.watch(eval_loss) if due else None
+        stops = _spread(plan.workers.mesh, stopping.asked)
+        measured, eval_loss, stops = gather((measured, eval_loss, stops))
         # The device is busy with this round; meanwhile, look at the one before.
+        stop_now = alone and stopping.asked
         if pending:
-            log.record(*pending)
-        pending = index, measured, eval_loss, (began, ended, evaluated)
-        stop_now = stopping.asked() and not last
+            stop_now |= log.record(*pending)
+        pending = index, measured, eval_loss, stops, (began, ended, evaluated)
         if last or stop_now or (save_every and (index + 1) % save_every == 0):
             log.record(*pending)  # Raises, so that only what is finite is saved.
             pending = None
             checkpoints.save(log.step, state, log.about(), log.summary.get("eval_loss"))
             clock.busy_until(time.monotonic())
-        if stop_now:
+        if stop_now and not last:
             log.stopped = True
-            return
+            break
+    checkpoints.wait()  # Before it is reported, and while a signal does not kill this.
 
 
-def evaluate(experiment: Experiment, workdir: str) -> dict[str, Any]:
+def evaluate(config: Config, experiment: Experiment, workdir: str) -> dict[str, Any]:
     """Evaluates theta of the latest checkpoint in `workdir`.
 
     Returns:
@@ -119,10 +138,15 @@ def evaluate(experiment: Experiment, workdir: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
+        workdirs.RefusedError: if `config` or the data contradict the run.
     """
-    params = checkpoint.load_params(workdir, like=experiment.plan.state.params)
-    measured = _evaluation(experiment, experiment.evaluate(params))
-    return {"step": checkpoint.saved_steps(workdir)[-1], **measured}
+    if not checkpoint.saved_steps(workdir):
+        raise FileNotFoundError(f"there are no checkpoints in workdir {workdir}")
+    with checkpoint.Checkpoints(workdir) as checkpoints:
+        folder = pathlib.Path(workdir)
+        step = workdirs.about(config, experiment, checkpoints, folder)["step"]
+    params = checkpoint.load_params(workdir, step, like=experiment.plan.state.params)
+    return {"step": step, **_evaluation(experiment, experiment.evaluate(params))}
 
 
 def evaluation_text(measured: dict[str, Any]) -> str:
@@ -145,12 +169,6 @@ class _Log:
         self._writers = []
         if jax.process_index():
             return
-        _write_json(folder / "config.json", self._config)
-        print(f"workdir {folder}")
-        print(*budget.describe(experiment.plan), sep="\n")
-        print(f"held out {experiment.held_out_tokens:,} tokens", flush=True)
-        if self.step:
-            print(f"resuming after step {self.step}", flush=True)
         try:
             self._writers = writers.open_writers(
                 folder,
@@ -160,8 +178,14 @@ class _Log:
                 step=self.step,
             )
         except ValueError as error:
-            raise RefusedError(str(error)) from error
+            raise workdirs.RefusedError(str(error)) from error
+        workdirs.write_json(folder / "config.json", self._config)
         self._progress = writers.Progress(experiment.plan.rounds)
+        print(f"workdir {folder}")
+        print(*budget.describe(experiment.plan), sep="\n")
+        print(f"held out {experiment.held_out_tokens:,} tokens", flush=True)
+        if self.step:
+            print(f"resuming after step {self.step}", *about["changes"], sep="; ")
 
     def __enter__(self):
         if self._writers:
@@ -179,7 +203,7 @@ class _Log:
         if self.stopped:
             print(f"stopped and saved after step {self.step}; run it again to go on")
             return
-        _write_json(self.folder / "summary.json", self.summary)
+        workdirs.write_json(self.folder / "summary.json", self.summary)
         print(evaluation_text(self.summary), f"and {self.summary['seconds']:.0f} s")
 
     def about(self) -> dict[str, Any]:
@@ -198,9 +222,12 @@ class _Log:
         """Completes the summary of a run that had been stopped at its very end."""
         self.summary |= _evaluation(self._experiment, eval_loss)
 
-    def record(self, index: int, measured: Any, eval_loss: Any, times: tuple) -> None:
-        """Waits for what round `index` measured, checks it, and writes it down."""
-        measured = _on_host(measured)
+    def record(self, index, measured, eval_loss, stops, times) -> bool:
+        """Waits for what round `index` measured, checks it, and writes it down.
+
+        Returns whether some process had been asked to stop when that round began.
+        """
+        measured, stops = jax.device_get((measured, stops))
         began, ended, evaluated = times
         seconds = self.clock.round(began, ended())
         evaluation = {}
@@ -238,21 +265,22 @@ class _Log:
             writer.write(rows)
         if self._writers:
             self._progress.update(row, tokens[index + 1 :].sum() / typical)
+        return bool(np.any(stops))
 
     def _speed(self, tokens_per_second):
         """Tokens per second, and model FLOPs utilization where the peak is known."""
         plan = self._experiment.plan
         speed = {"tokens_per_second": tokens_per_second}
-        devices = plan.workers.mesh.devices.flat
-        if peak := metrics.peak_flops(devices[0].device_kind):
+        mesh = plan.workers.mesh
+        if peak := metrics.peak_flops(mesh.devices.flat[0].device_kind):
             flops = plan.flops_per_token * tokens_per_second
-            speed["flops_utilization"] = flops / (peak * devices.base.size)
+            speed["flops_utilization"] = flops / (peak * mesh.size)
         return speed
 
 
 def _evaluation(experiment, eval_loss):
     """Held-out loss, and per byte where their number is known."""
-    eval_loss = float(_on_host(eval_loss))
+    eval_loss = float(eval_loss)
     measured = {"eval_loss": eval_loss}
     if experiment.held_out_bytes:
         bits = eval_loss * experiment.held_out_tokens / math.log(2)
@@ -274,70 +302,14 @@ def _time_sync(plan, state):
     return time.monotonic() - began
 
 
-def _on_host(tree):
-    """Host copies of arrays, also of those spread over several processes."""
-    if jax.process_count() > 1:
-        return multihost_utils.process_allgather(tree, tiled=True)
-    return jax.device_get(tree)
+def _gather(mesh):
+    """Brings arrays to all processes, right behind the round that makes them."""
+    if jax.process_count() == 1:
+        return lambda tree: tree
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
 
 
-def _write_json(file, value):
-    """Writes elsewhere, then moves: the file is whole, also if this is killed."""
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
-    part = file.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, file)
-
-
-def _make(folder):
-    """Makes the folder of a run.
-
-    Process 0 does it, and all learn whether it could, so that none waits for the others
-    in vain.
-    """
-    problem = ""
-    if jax.process_index() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            problem = f"workdir {folder} is a file; pass a folder"
-        except OSError as error:
-            problem = f"workdir {folder} cannot be made: {error.strerror}"
-    refused = np.array(bool(problem))
-    if jax.process_count() > 1:
-        refused = multihost_utils.broadcast_one_to_all(refused)
-        shared = multihost_utils.process_allgather(np.array(folder.is_dir()))
-        if not refused and not shared.all():
-            problem = (
-                f"workdir {folder} of process 0 is not there on process "
-                f"{np.argmin(shared)}; all processes must share it"
-            )
-            refused = True
-    if refused:
-        raise RefusedError(problem or f"process 0 refused workdir {folder}")
-
-
-def _about(config, experiment, checkpoints, folder):
-    """What is known of the run in `folder` so far, which must be this one."""
-    file, latest = folder / "config.json", checkpoints.latest
-    about = {"step": 0, "seconds": 0.0, "summary": {}}
-    if latest is not None:
-        about = checkpoints.about(latest)
-    elif file.exists():  # It ended before its first checkpoint.
-        about["config"] = json.loads(file.read_text(encoding="utf-8"))
-    if differing := contradictions(about.get("config"), config):
-        raise RefusedError(
-            f"workdir {folder} holds another run: {'; '.join(differing)}; pass another "
-            f"workdir, or name what may change in checkpoint.may_change"
-        )
-    if about.get("fingerprint", experiment.fingerprint) != experiment.fingerprint:
-        raise RefusedError(
-            f"workdir {folder} holds a run on other data; pass another workdir, or the "
-            f"data that it was begun with"
-        )
-    if about["step"] > config.steps:
-        raise RefusedError(
-            f"workdir {folder} holds a run that has taken {about['step']} steps; "
-            f"steps={config.steps} must not be less"
-        )
-    return about
+def _spread(mesh, asked):
+    """What this process was asked, as its part of an array over all devices."""
+    part = lambda where: np.full(1, asked)
+    return placement.place(mesh, P(mesh.axis_names), (mesh.size,), part)

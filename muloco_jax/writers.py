@@ -102,8 +102,8 @@ def _drop_after(path, step):
     try:
         dropped = False
         with path.open("rb") as old, beside.open("wb") as new:
-            for line in old:
-                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+            for number, line in enumerate(old, 1):
+                if line.endswith(b"\n") and _step_of(line, path, number) <= step:
                     new.write(line)
                 else:
                     dropped = True
@@ -111,6 +111,15 @@ def _drop_after(path, step):
             os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _step_of(line, path, number):
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"line {number} of {path} is no row of a run; remove that line, or the file"
+        ) from None
 
 
 class TensorBoard:

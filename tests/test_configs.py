@@ -71,8 +71,11 @@ class Watched:
 
     __getitem__ = __getattr__
 
-    def to_json(self):
+    def to_json(self):  # To compare keys, not to use them.
         return self._config.to_json()
+
+    def to_dict(self):
+        return {key: self[key] for key in self._config}
 
 
 # The host loop alone reads these, and `experiment` has nothing to check about them.

@@ -105,6 +105,15 @@ def test_the_loss_is_the_mean_and_the_weighted_square_of_the_partition(params, t
     assert_near(loss, losses.mean() + 0.1 * (log_z**2).mean(), atol=1e-14)
 
 
+def test_the_logits_are_those_that_the_losses_are_of(params, tokens):
+    logits = model.logits(CONFIG)(params, tokens[:, :-1])
+    assert logits.shape == (2, 8, CONFIG.vocab_size)
+    chosen = np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits)), np.asarray(tokens)[:, 1:, None], -1
+    )
+    assert_near(-chosen[..., 0], losses_of(CONFIG)(params, tokens)[0])
+
+
 def test_no_token_sees_a_later_one_or_another_document(params, tokens):
     """Hidden state i depends on embedding j exactly if j <= i and the document is one.
 

@@ -14,7 +14,7 @@ import pytest
 from small_run import settings, write_text
 
 from configs import default
-from muloco_jax import checkpoint, experiment, metrics, train
+from muloco_jax import checkpoint, experiment, metrics, train, workdirs
 
 ROOT = pathlib.Path(__file__).parent.parent
 SIX_ROUNDS = {
@@ -105,6 +105,56 @@ def test_a_signal_saves_at_the_end_of_the_round(folder, built, whole, number, ca
     assert_same_run(workdir, whole[0])
 
 
+def test_times_and_the_best_are_kept_too(folder, built, whole):
+    workdir = folder / "times"
+    train.train(*stopping_in(built, 2), str(workdir))
+    stopped = rows(workdir)[-1]["seconds"]
+    train.train(*built, str(workdir))
+    seconds = [row["seconds"] for row in rows(workdir) if row["event"] == "round"]
+    assert seconds == sorted(seconds)
+    assert seconds[2] == stopped
+    assert all(0 < row["sync_share"] < 1 for row in rows(workdir)[2::3])
+    evaluated = {
+        row["step"]: row["eval_loss"] for row in rows(workdir) if "eval_loss" in row
+    }
+    best = min(evaluated, key=evaluated.get)
+    theta, expected = (checkpoint.load_params(workdir, step) for step in ("best", best))
+    jax.tree.map(np.testing.assert_array_equal, theta, expected)
+
+
+def test_the_state_of_a_round_is_given_to_the_next(folder, built):
+    """Or memory would double."""
+    config, experiment_ = built
+    thetas = []
+
+    def evaluate(params):
+        thetas.append(params)
+        return experiment_.evaluate(params)
+
+    train.train(config, experiment_._replace(evaluate=evaluate), str(folder / "given"))
+    kept = [jax.tree.leaves(theta)[0].is_deleted() for theta in thetas]
+    assert kept == [True, True, False]
+
+
+def test_the_share_of_the_peak_by_hand(folder, built, monkeypatch):
+    """Operations per second over four devices of 1e9 each."""
+    monkeypatch.setattr(metrics, "peak_flops", lambda kind: 1e9)
+    workdir = folder / "peak"
+    summary = train.train(*stopping_in(built, 0), str(workdir))
+    flops = built[1].plan.flops_per_token
+    for row in (summary, rows(workdir)[-1]):
+        expected = flops * row["tokens_per_second"] / 4e9
+        assert row["flops_utilization"] == pytest.approx(expected)
+
+
+def test_a_workdir_is_of_one_process_at_a_time(folder, built):
+    workdir = folder / "locked"
+    message = "in use by another process"
+    with workdirs.claim(workdir), pytest.raises(workdirs.RefusedError, match=message):
+        train.train(*built, str(workdir))
+    assert not (workdir / "config.json").exists()
+
+
 def test_a_signal_in_the_last_round_ends_the_run_as_usual(folder, built, whole):
     workdir = folder / "last"
     train.train(*stopping_in(built, 5), str(workdir))
@@ -156,7 +206,7 @@ def test_another_configuration_is_refused_and_its_keys_are_named(folder, whole):
         r"holds another run: inner\.learning_rate was 0\.03, is 0\.5; "
         r"model\.num_layers was 1, is 2; pass another workdir"
     )
-    with pytest.raises(train.RefusedError, match=message):
+    with pytest.raises(workdirs.RefusedError, match=message):
         train.train(config, experiment_, str(workdir))
 
 
@@ -165,7 +215,7 @@ def test_what_may_change_can_be_said(folder, built):
     workdir = folder / "lowered"
     train.train(*stopping_in(built, 2), str(workdir))
     lower = {"inner.learning_rate": 0.01}
-    with pytest.raises(train.RefusedError, match=r"learning_rate was .*, is 0\.01;"):
+    with pytest.raises(workdirs.RefusedError, match=r"learning_rate was .*, is 0\.01;"):
         train.train(*build(folder, **lower), str(workdir))
     lower["checkpoint.may_change"] = ("inner.learning_rate",)
     train.train(*build(folder, **lower), str(workdir))
@@ -177,12 +227,66 @@ def test_what_may_change_can_be_said(folder, built):
     assert rates[6] / rates[7] > 2.9
 
 
+def test_what_changes_the_state_cannot_be_let(folder, built):
+    workdir = folder / "state"
+    train.train(*stopping_in(built, 1), str(workdir))
+    for key, value, message in (
+        (
+            "workers.num",
+            2,
+            r"state workers/.* has shape \(4,.* and \(2,.* here; undo",
+        ),
+        ("inner.name", "adamw", "state workers/.* has shape .* here; undo"),
+        ("inner.clip_norm", 0.0, "state workers/.* has shape .* here; undo"),
+        ("outer.momentum", 0.0, "state outer_state/.* and None here; undo"),
+        ("data.batch_size", 16, "taken 32 sequences in 4 steps, and with these batch"),
+        ("sync_every", 3, "in 4 steps, .* and sync_every=3 it would not have"),
+    ):
+        others = {key: value, "checkpoint.may_change": (key,)}
+        with pytest.raises(workdirs.RefusedError, match=message):
+            train.train(*build(folder, **others), str(workdir))
+    # What the steps so far took, and then another batch size.
+    names = ("data", "schedule")
+    others = {"data.batch_size": 16, "schedule.batch_sizes": ((4, 8),)}
+    others["checkpoint.may_change"] = names
+    summary = train.train(*build(folder, **others), str(workdir))
+    assert summary["tokens"] == (4 * 8 + 8 * 16) * 16
+
+
+def test_damaged_files_are_named(folder, built):
+    workdir = folder / "damaged"
+    train.train(*stopping_in(built, 1), str(workdir))
+    good = (workdir / "metrics.jsonl").read_text()
+    for bad in (good + "5\n", good + "{}\n", good + "\n", good + "no\n"):
+        (workdir / "metrics.jsonl").write_text(bad)
+        with pytest.raises(workdirs.RefusedError, match=r"line 7 of .* is no row"):
+            train.train(*built, str(workdir))
+    (workdir / "metrics.jsonl").write_text(good)
+    (workdir / "checkpoints" / "4" / "about" / "metadata").write_text("{")
+    with pytest.raises(workdirs.RefusedError, match="4 cannot be read; remove"):
+        train.train(*built, str(workdir))
+    early = folder / "damaged early"
+    early.mkdir()
+    (early / "config.json").write_text("[1]")
+    with pytest.raises(workdirs.RefusedError, match="holds no settings; rem"):
+        train.train(*built, str(early))
+    (folder / "odd").mkdir()
+    (folder / "odd" / "checkpoints").write_text("")
+    with pytest.raises(workdirs.RefusedError, match="checkpoints is a file; remove it"):
+        train.train(*built, str(folder / "odd"))
+
+
+def test_an_evaluation_is_of_the_run_that_was_trained(folder, whole):
+    with pytest.raises(workdirs.RefusedError, match=r"theta was .*, is 2"):
+        train.evaluate(*build(folder, **{"model.rope_theta": 2.0}), str(whole[0]))
+
+
 def test_a_configuration_without_a_checkpoint_binds_too(folder, built):
     """The run was killed while it compiled."""
     workdir = folder / "early"
     workdir.mkdir()
     (workdir / "config.json").write_text(json.dumps(built[0].to_dict()))
-    with pytest.raises(train.RefusedError, match="seed was 0, is 1"):
+    with pytest.raises(workdirs.RefusedError, match="seed was 0, is 1"):
         train.train(*build(folder, seed=1), str(workdir))
 
 
@@ -195,12 +299,12 @@ def test_other_data_are_refused_but_not_the_same_elsewhere(folder, built, tmp_pa
         *stopping_in(build(folder, **{"data.path": str(text)}), 1), str(workdir)
     )
     text.write_text(text.read_text().replace("question", "answer.."))
-    with pytest.raises(train.RefusedError, match="holds a run on other data"):
+    with pytest.raises(workdirs.RefusedError, match="holds a run on other data"):
         train.train(*build(folder, **{"data.path": str(text)}), str(workdir))
 
 
 def test_fewer_steps_than_were_taken_are_refused(folder, whole):
-    with pytest.raises(train.RefusedError, match="has taken 12 steps; steps=4 must"):
+    with pytest.raises(workdirs.RefusedError, match="has taken 12 steps; steps=4 must"):
         train.train(*build(folder, steps=4), str(whole[0]))
 
 
@@ -224,12 +328,12 @@ def test_a_run_that_diverges_at_once_says_that_there_is_no_checkpoint(folder):
 
 def test_theta_can_be_evaluated_again(built, whole, tmp_path):
     workdir, summary = whole
-    again = train.evaluate(built[1], str(workdir))
+    again = train.evaluate(*built, str(workdir))
     assert again == {
         key: summary[key] for key in ("eval_loss", "bits_per_byte", "step")
     }
     with pytest.raises(FileNotFoundError, match="there are no checkpoints in workdir"):
-        train.evaluate(built[1], str(tmp_path))
+        train.evaluate(*built, str(tmp_path))
 
 
 def test_a_round_can_be_profiled(folder, built):
@@ -237,7 +341,8 @@ def test_a_round_can_be_profiled(folder, built):
     train.train(*stopping_in(built, 2), str(workdir), profile=2)
     assert list((workdir / "profile").rglob("*.xplane.pb"))
     for number in (3, 7):
-        with pytest.raises(train.RefusedError, match=f"{number} must .* rounds 4 to 6"):
+        message = f"profile={number} must .* rounds 4 to 6"
+        with pytest.raises(workdirs.RefusedError, match=message):
             train.train(*built, str(workdir), profile=number)
 
 
@@ -341,6 +446,7 @@ def test_a_second_signal_ends_at_once(folder):
     wait_for(process, lambda: "held out" in out.read_text())
     process.send_signal(signal.SIGINT)
     wait_for(process, lambda: "once more to stop at once" in out.read_text())
+    time.sleep(1)  # Those at once are taken for one.
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
     assert process.wait(60) == 130

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 from small_run import settings, write_text
 
 from configs import default
-from muloco_jax import experiment, metrics, train
+from muloco_jax import checkpoint, experiment, metrics, train, workdirs
 
 ROOT = pathlib.Path(__file__).parent.parent
 SIX_STEPS = {"steps": 6, "evaluation.every_rounds": 2}
@@ -118,15 +119,15 @@ def test_a_run_on_shards_knows_no_bytes(folder):
 def test_a_workdir_that_cannot_be_one_is_refused(folder):
     for workdir, message in (
         (folder / "text.txt", "text.txt is a file; pass a folder"),
-        (folder / "text.txt" / "run", "run cannot be made: Not a directory"),
+        (folder / "text.txt" / "run", "run cannot be written: Not a directory"),
     ):
-        with pytest.raises(train.RefusedError, match=message):
+        with pytest.raises(workdirs.RefusedError, match=message):
             run_in_process(folder, workdir)
 
 
 def test_a_missing_package_is_an_error_of_one_sentence(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(train.RefusedError, match=r"wandb is missing: pip install"):
+    with pytest.raises(workdirs.RefusedError, match=r"wandb is missing: pip install"):
         run_in_process(folder, folder / "missing", **{"logging.wandb": "project"})
 
 
@@ -155,43 +156,65 @@ def test_a_run_that_diverges_stops_and_leaves_no_summary(folder):
     assert (folder / "diverged" / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one_does(folder):
-    """Each owns half of the devices; the numbers differ by the order of sums."""
+def two_processes(workdir, *arguments):
+    """Two processes of one run, with two devices each."""
     port = portpicker.pick_unused_port()
-    both = ["--distributed", f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
-    arguments = flags(
-        settings(folder, **SIX_STEPS, **{"mesh.data": 2, "workers.num": 2})
-    )
-    alone = command(*arguments, f"--workdir={folder / 'alone'}")
-    code, out, err = finish(alone)
-    assert (code, err) == (0, ""), err
-    processes = [
+    return [
         command(
             *arguments,
-            *both,
+            "--distributed",
+            f"--coordinator=127.0.0.1:{port}",
+            "--num_processes=2",
             f"--process_id={i}",
-            f"--workdir={folder / 'both'}",
+            f"--workdir={workdir}",
             JAX_NUM_CPU_DEVICES="2",
         )
         for i in range(2)
     ]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(folder):
+    """Each owns half of the devices; the numbers differ by the order of sums.
+
+    One of them is told to stop while it compiles. The other hears of it with the
+    results of the first round, while the second runs: both save after that.
+    """
+    arguments = flags(
+        settings(folder, **SIX_STEPS, **{"mesh.data": 2, "workers.num": 2})
+    )
+    alone, both = folder / "alone", folder / "both"
+    code, out, err = finish(command(*arguments, f"--workdir={alone}"))
+    assert (code, err) == (0, ""), err
+    lines = out.splitlines()
+    assert sum(line.startswith("round ") for line in lines) == 3
+    assert lines[-1].startswith("eval_loss ")
+
+    processes = two_processes(both, *arguments)
+    for line in processes[0].stdout:
+        if line.startswith("held out"):
+            break
+    time.sleep(1)
+    processes[1].terminate()
     results = [finish(process) for process in processes]
     assert [code for code, _, _ in results] == [0, 0], results
+    assert results[0][1].endswith(
+        "stopped and saved after step 4; run it again to go on\n"
+    )
+    assert checkpoint.saved_steps(both) == [4]
+
+    results = [finish(process) for process in two_processes(both, *arguments)]
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert "resuming after step 4" in results[0][1]
     # Only process 0 speaks, besides the transport, whose lines run into each other.
     own = ("workdir", "model", "memory", "round", "held out", "eval_loss")
     assert [line for line in results[1][1].splitlines() if line.startswith(own)] == []
     one, two = (
-        json.loads((folder / w / "summary.json").read_text()) for w in ("alone", "both")
+        json.loads((workdir / "summary.json").read_text()) for workdir in (alone, both)
     )
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
-    for a, b in zip(
-        rows(folder / "alone", "step"), rows(folder / "both", "step"), strict=True
-    ):
+    for a, b in zip(rows(alone, "step"), rows(both, "step"), strict=True):
         assert b["loss_per_worker"] == pytest.approx(a["loss_per_worker"], rel=1e-5)
-    lines = out.splitlines()
-    assert sum(line.startswith("round ") for line in lines) == 3
-    assert lines[-1].startswith("eval_loss ")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +227,7 @@ def test_two_processes_train_as_one_does(folder):
         (["--config.steps=many"], "--config.steps=many: invalid literal for int"),
         (["--workdr=x"], "Unknown command line flag 'workdr'. Did you mean: workdir"),
         (["tiny"], "unexpected argument 'tiny'"),
-        (["--process_id=1"], "process_id without --distributed has no effect"),
+        (["--process_id=1"], "--process_id without --distributed has no effect"),
         (["--config.steps=70"], "steps=70 is not a multiple of sync_every=30"),
         (["--dry_run", "--eval_only"], "--dry_run and --eval_only exclude one another"),
         (["--eval_only"], "--eval_only needs the --workdir of a run"),
@@ -217,7 +240,10 @@ def test_two_processes_train_as_one_does(folder):
         (["--config.model.num_layers=0"], "model.num_layers must be positive, got 0"),
         (["--config.inner.name=moun"], "inner.name must be .* got 'moun'"),
         (["--workdir=README.md"], "workdir README.md is a file; pass a folder"),
-        (["--workdir=README.md/run"], "README.md/run cannot be made: Not a directory"),
+        (
+            ["--workdir=README.md/run"],
+            "README.md/run cannot be written: Not a directory",
+        ),
         (["--config.data.path=x"], "or set data.format to text or jsonl or nanogpt"),
     ],
 )
