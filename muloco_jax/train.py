@@ -180,12 +180,14 @@ class _Log:
         except ValueError as error:
             raise workdirs.RefusedError(str(error)) from error
         workdirs.write_json(folder / "config.json", self._config)
+        (folder / "summary.json").unlink(missing_ok=True)  # Of a shorter run.
         self._progress = writers.Progress(experiment.plan.rounds)
         print(f"workdir {folder}")
         print(*budget.describe(experiment.plan), sep="\n")
         print(f"held out {experiment.held_out_tokens:,} tokens", flush=True)
         if self.step:
-            print(f"resuming after step {self.step}", *about["changes"], sep="; ")
+            changes = "; ".join(about["changes"])
+            print(f"resuming after step {self.step}", changes and f"({changes})")
 
     def __enter__(self):
         if self._writers:

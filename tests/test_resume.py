@@ -100,7 +100,7 @@ def test_a_signal_saves_at_the_end_of_the_round(folder, built, whole, number, ca
     assert out.endswith("stopped and saved after step 6; run it again to go on\n")
     assert signal.getsignal(number) == before
     train.train(*built, str(workdir))
-    assert "resuming after step 6\n" in capfd.readouterr().out
+    assert "resuming after step 6" in capfd.readouterr().out
     assert checkpoint.saved_steps(workdir) == [4, 6, 8, 12]
     assert_same_run(workdir, whole[0])
 
@@ -177,14 +177,20 @@ def test_a_run_that_has_ended_is_not_trained_again(folder, built, whole):
     assert rows(workdir) == untouched
 
 
-def test_a_longer_run_goes_on_from_a_shorter(folder, built):
+def test_a_longer_run_goes_on_from_a_shorter(folder, built, capfd):
     """With a constant rate the two halves are the whole."""
     constant = {"schedule.pieces": (("constant", 0, 1.0),)}
     train.train(*build(folder, **constant), str(folder / "once"))
     train.train(*build(folder, **constant, steps=4), str(folder / "twice"))
     first = json.loads((folder / "twice" / "summary.json").read_text())
     assert first["step"] == 4
+    train.train(
+        *stopping_in(build(folder, **constant, steps=8), 2), str(folder / "twice")
+    )
+    assert not (folder / "twice" / "summary.json").exists()
+    assert "resuming after step 4 (steps was 4, is 8)" in capfd.readouterr().out
     train.train(*build(folder, **constant), str(folder / "twice"))
+    assert "resuming after step 6 (steps was 8, is 12)" in capfd.readouterr().out
     assert_same_run(folder / "twice", folder / "once")
 
 
