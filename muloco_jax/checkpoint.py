@@ -22,7 +22,7 @@ from muloco_jax import tree
 from muloco_jax.algorithm import DiLoCoState
 
 PyTree = Any
-_FOLDER = "checkpoints"
+FOLDER = "checkpoints"  # In a workdir.
 
 
 class WriteError(OSError):
@@ -164,7 +164,7 @@ def _unreadable(manager, step):
 
 def saved_steps(workdir: str | pathlib.Path) -> list[int]:
     """Steps of the checkpoints in `workdir`, rising; empty if there are none."""
-    if not (pathlib.Path(workdir) / _FOLDER).is_dir():
+    if not (pathlib.Path(workdir) / FOLDER).is_dir():
         return []
     with _manager(workdir, create=False) as manager:
         return sorted(manager.all_steps())
@@ -193,7 +193,7 @@ def load_params(
         ValueError: if it has other arrays than `like`.
         ReadError: if it cannot be read.
     """
-    if not (pathlib.Path(workdir) / _FOLDER).is_dir():
+    if not (pathlib.Path(workdir) / FOLDER).is_dir():
         raise FileNotFoundError(f"there are no checkpoints in workdir {workdir}")
     with _manager(workdir, create=False) as manager:
         named = {"latest": manager.latest_step, "best": manager.best_step}
@@ -226,7 +226,7 @@ def load_params(
 def _manager(workdir, **options):
     standard = ocp.StandardCheckpointHandler
     return ocp.CheckpointManager(
-        pathlib.Path(workdir).absolute() / _FOLDER,
+        pathlib.Path(workdir).absolute() / FOLDER,
         item_handlers={
             "theta": standard(),
             "state": standard(),  # All of it but theta.

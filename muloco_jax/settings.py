@@ -69,8 +69,9 @@ def check(config: Config) -> None:
         check_multiple("data.sequence_length", length, chunk, "model.loss_chunk")
     check_multiple("steps", config.steps, config.sync_every, "sync_every")
     _check_data(config.data)
+    keys = flat(config)
     for named in config.checkpoint.may_change:
-        if not any(_covers(named, key) for key in flat(config)):
+        if not any(_covers(named, key) for key in keys):
             raise ValueError(
                 f"checkpoint.may_change names {named!r}, which is no key and no section"
             )

@@ -60,7 +60,7 @@ def train(
         if jax.process_count() > 1:
             workdirs.check_equal(config, experiment.fingerprint)
         opened.enter_context(workdirs.together(workdirs.claim, folder))
-        workdirs.together(workdirs.find, folder)
+        workdirs.together(workdirs.find, folder, checkpoint.FOLDER)
         checkpoints = opened.enter_context(
             checkpoint.Checkpoints(folder, config.checkpoint.keep)
         )
@@ -291,7 +291,7 @@ def _evaluation(experiment, eval_loss):
 
 
 def _time_sync(plan, state):
-    """Seconds that the communication of a round takes by itself."""
+    """Seconds that the deltas of a round and their average take by themselves."""
 
     @jax.jit
     def sends(state):

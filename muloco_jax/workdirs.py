@@ -91,14 +91,14 @@ def claim(folder: pathlib.Path) -> contextlib.AbstractContextManager:
     return lock
 
 
-def find(folder: pathlib.Path) -> None:
-    """Checks that the folder is there, and may hold checkpoints."""
+def find(folder: pathlib.Path, inner: str) -> None:
+    """Checks that the folder is there, and may have a folder `inner` in it."""
     if not folder.is_dir():
         raise RefusedError(
             f"workdir {folder} of process 0 is not there on process "
             f"{jax.process_index()}; all processes must share it"
         )
-    if (saved := folder / "checkpoints").exists() and not saved.is_dir():
+    if (saved := folder / inner).exists() and not saved.is_dir():
         raise RefusedError(f"{saved} is a file; remove it, or pass another workdir")
 
 
