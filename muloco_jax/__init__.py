@@ -4,29 +4,57 @@ from muloco_jax import compress, fragments
 from muloco_jax.algorithm import DiLoCo, DiLoCoState, WorkerState, diloco
 from muloco_jax.compress import Reducer, all_reduce_mean, reducer
 from muloco_jax.fragments import Segment
-from muloco_jax.newton_schulz import DION, JORDAN, POLAR_EXPRESS, orthogonalize
-from muloco_jax.optimizers import (
-    hidden_matrices,
+from muloco_jax.layouts import SplitDimensionNumbers
+from muloco_jax.momentum import (
+    adamw_rms,
     match_rms_adamw,
-    muon,
-    routing_table,
     scale_by_muon,
     spectral,
     width,
 )
+from muloco_jax.newton_schulz import (
+    DION,
+    JORDAN,
+    POLAR_EXPRESS,
+    POLAR_EXPRESS_8,
+    orthogonalize,
+)
+from muloco_jax.optimizers import (
+    JORDAN_2024,
+    MOONLIGHT,
+    MOONLIGHT_UPDATE_NORM,
+    OPTAX,
+    PAPER,
+    STATIC_ARGS,
+    Route,
+    muon,
+    routing_table,
+)
+from muloco_jax.routing import by_ndim, hidden_matrices, rules
 from muloco_jax.workers import Workers
 
 __all__ = [
     "DION",
     "JORDAN",
+    "JORDAN_2024",
+    "MOONLIGHT",
+    "MOONLIGHT_UPDATE_NORM",
+    "OPTAX",
+    "PAPER",
     "POLAR_EXPRESS",
+    "POLAR_EXPRESS_8",
+    "STATIC_ARGS",
     "DiLoCo",
     "DiLoCoState",
     "Reducer",
+    "Route",
     "Segment",
+    "SplitDimensionNumbers",
     "WorkerState",
     "Workers",
+    "adamw_rms",
     "all_reduce_mean",
+    "by_ndim",
     "compress",
     "diloco",
     "fragments",
@@ -36,6 +64,7 @@ __all__ = [
     "orthogonalize",
     "reducer",
     "routing_table",
+    "rules",
     "scale_by_muon",
     "spectral",
     "width",

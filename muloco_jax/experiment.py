@@ -22,6 +22,7 @@ from muloco_jax import (
     model,
     optimizers,
     placement,
+    routing,
     schedules,
     settings,
     shards,
@@ -237,7 +238,7 @@ def inner_optimizer(
 def _routes(config, shapes):
     """What `inner_optimizer` does to each parameter."""
     nowhere = lambda params: jax.tree.map(lambda _: None, params)
-    of_name = {"muon": optimizers.hidden_matrices, "adamw": nowhere}
+    of_name = {"muon": routing.hidden_matrices, "adamw": nowhere}
     return optimizers.routing_table(
         shapes,
         weight_decay=config.inner.weight_decay,

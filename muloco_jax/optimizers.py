@@ -1,9 +1,6 @@
-"""Muon as optax transformations, and which parameters it gets.
+"""Muon on the hidden matrices of a model and another optimizer on the rest.
 
-Muon replaces the momentum of a hidden matrix by its nearest orthogonal matrix, scaled
-by a factor of the matrix's shape; every other parameter gets Adam. This module hides
-the routing (by name, through `tree`), the layouts of matrices inside leaves, and the
-factors.
+This module hides how the two sides share a tree, and holds the published settings.
 
 References:
     Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon>`_, 2024
@@ -12,209 +9,65 @@ References:
     Therien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import DTypeLike
-from optax.contrib import MuonDimensionNumbers
 
-from muloco_jax import newton_schulz, tree
+from muloco_jax import momentum as momenta
+from muloco_jax import newton_schulz, routing, tree
 
 PyTree = Any
-Factor = Callable[[int, int], float]
-Coefficients = newton_schulz.Coefficients | Sequence[Sequence[float]]
-
-# Kernels are `[..., fan_in, fan_out]`; axes in front are a batch of matrices.
-MATRIX = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-
-
-def spectral(fan_in: int, fan_out: int) -> float:
-    """`sqrt(fan_out / fan_in)`: updates of unit RMS-to-RMS operator norm (the paper's).
-
-    >>> spectral(64, 256)
-    2.0
-    """
-    return math.sqrt(fan_out / fan_in)
-
-
-def width(fan_in: int, fan_out: int) -> float:
-    """`sqrt(max(1, fan_out / fan_in))` (Jordan et al., 2024).
-
-    >>> width(64, 256), width(256, 64)
-    (2.0, 1.0)
-    """
-    return math.sqrt(max(1.0, fan_out / fan_in))
-
-
-def match_rms_adamw(fan_in: int, fan_out: int) -> float:
-    """`0.2 sqrt(max(fan_in, fan_out))`: updates of RMS 0.2, like AdamW's.
-
-    Moonlight, equation 4.
-
-    >>> match_rms_adamw(25, 100)
-    2.0
-    """
-    return 0.2 * math.sqrt(max(fan_in, fan_out))
-
-
-def _is_numbers(x: Any) -> bool:
-    return x is None or isinstance(x, MuonDimensionNumbers)
-
-
-def hidden_matrices(params: PyTree) -> PyTree:
-    """Routes parameters by name: hidden matrices to Muon, all the rest to Adam.
-
-    A leaf is a hidden matrix if it has two axes (besides the layer axis of leaves under
-    "blocks") and no part of its path names an embedding, a head, a norm or a router, as
-    `embed_tokens`, `lm_head`, `q_norm` do. Look at the result once for your own names.
-    Kernels are taken to be `[fan_in, fan_out]`, as flax has them.
-
-    >>> import jax.numpy as jnp
-    >>> params = {"embed": jnp.ones((9, 4)), "up": jnp.ones((4, 8))}
-    >>> hidden_matrices(params)["up"], hidden_matrices(params)["embed"]
-    (MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), None)
-
-    Returns:
-        The tree of `params` with a `MuonDimensionNumbers` (Muon) or None (Adam) per
-        leaf.
-
-    Raises:
-        ValueError: if a leaf has more axes than a matrix has.
-    """
-
-    def leaf(path, x):
-        name = tree.name(path)
-        axes = jnp.ndim(x) - tree.is_stacked(name)
-        if axes < 2 or not tree.may_be_hidden(name):
-            return None
-        if axes > 2:
-            raise ValueError(
-                f"{name} has shape {jnp.shape(x)}, and no rule says which axes are "
-                f"fan-in and fan-out; pass muon_weight_dimension_numbers with a "
-                f"MuonDimensionNumbers (Muon) or None (Adam) for it"
-            )
-        return MATRIX
-
-    return jax.tree_util.tree_map_with_path(leaf, params)
-
-
-class MuonState(NamedTuple):
-    """What Muon remembers.
-
-    Attributes:
-        count: updates so far, int32 [].
-        mu: momentum, a tree like the parameters, of fixed dtype.
-    """
-
-    count: jax.Array
-    mu: PyTree
-
-
-def scale_by_muon(
-    beta: float = 0.9,
-    nesterov: bool = False,
-    ns_coeffs: Coefficients = newton_schulz.DION,
-    scale: Factor = spectral,
-    *,
-    eps: float = 0.0,
-    mu_dtype: DTypeLike | None = None,
-    weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = hidden_matrices,
-) -> optax.GradientTransformation:
-    """Orthogonalized heavy-ball momentum, for trees whose leaves are all matrices.
-
-    `M <- beta M + G`, then `scale(fan_in, fan_out) * orthogonalize(M)`, or of
-    `beta M + G` with Nesterov momentum. To leave out what is no matrix, use `muon`, or
-    `optax.masked` or `optax.partition` around this.
-
-    Args:
-        beta: decay of the momentum, in [0, 1).
-        nesterov: whether to look ahead by one gradient.
-        ns_coeffs: rows of the Newton-Schulz iteration.
-        scale: factor of an update, a function of `(fan_in, fan_out)`.
-        eps: added to the Frobenius norm before the iteration.
-        mu_dtype: of the momentum; by default that of the parameters.
-        weight_dimension_numbers: a `MuonDimensionNumbers` per leaf, as a tree or a
-            function of the parameters.
-
-    Raises:
-        ValueError: at construction for a `beta` outside [0, 1) or bad coefficients; at
-            `init` and `update` for a leaf without two groups of matrix axes.
-    """
-    _check_range("beta", beta, 1)
-    _check_range("eps", eps)
-    coefficients = newton_schulz.coefficients_of(ns_coeffs)
-
-    def init(params):
-        jax.tree_util.tree_map_with_path(
-            lambda path, n, x: _matrix_axes(tree.name(path), n, jnp.shape(x)),
-            _resolved(weight_dimension_numbers, params),
-            params,
-            is_leaf=_is_numbers,
-        )
-        return MuonState(
-            count=jnp.zeros([], jnp.int32),
-            mu=optax.tree.zeros_like(params, dtype=mu_dtype),
-        )
-
-    def update(updates, state, params=None):
-        del params
-        wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        momentum = lambda g, m: beta * wide(m) + wide(g)
-        mu = jax.tree.map(momentum, updates, state.mu)
-        ahead = jax.tree.map(momentum, updates, mu) if nesterov else mu
-
-        def leaf(path, numbers, x, gradient):
-            axes = _matrix_axes(tree.name(path), numbers, x.shape)
-            matrices, restore = _as_matrices(x, *axes)
-            ortho = newton_schulz.orthogonalize(matrices, coefficients, eps=eps)
-            factor = scale(*_fans(x.shape, axes))
-            return restore(factor * ortho).astype(gradient.dtype)
-
-        numbers = _resolved(weight_dimension_numbers, updates)
-        directions = jax.tree_util.tree_map_with_path(
-            leaf, numbers, ahead, updates, is_leaf=_is_numbers
-        )
-        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
-        return directions, MuonState(state.count + 1, mu)
-
-    return optax.GradientTransformation(init, update)
+Mask = PyTree | Callable[[PyTree], PyTree] | None
 
 
 def muon(
     learning_rate: optax.ScalarOrSchedule,
-    ns_coeffs: Coefficients = newton_schulz.DION,
+    ns_coeffs: newton_schulz.CoefficientsLike = newton_schulz.DION,
     ns_steps: int | None = None,
-    beta: float = 0.9,
+    beta: optax.ScalarOrSchedule = 0.9,
     eps: float = 0.0,
-    weight_decay: float = 0.0,
-    weight_decay_mask: PyTree | Callable[[PyTree], PyTree] | None = None,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay_mask: Mask = None,
     mu_dtype: DTypeLike | None = None,
     *,
+    muon_weight_dimension_numbers: routing.Numbers = routing.hidden_matrices,
+    scale: momenta.Factor = momenta.spectral,
+    consistent_rms: float | None = None,
     nesterov: bool = False,
-    scale: Factor = spectral,
+    momentum: momenta.Momentum = "heavy_ball",
+    adaptive: bool = False,
+    update_norm: bool = False,
+    preconditioning: newton_schulz.Preconditioning = "frobenius",
     adam_b1: float = 0.9,
     adam_b2: float = 0.99,
     adam_eps: float = 1e-8,
+    adam_eps_root: float = 0.0,
+    adam_nesterov: bool = False,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_weight_decay: float | None = None,
-    muon_weight_dimension_numbers: PyTree
-    | Callable[[PyTree], PyTree] = hidden_matrices,
-) -> optax.GradientTransformation:
+    adam_weight_decay: optax.ScalarOrSchedule | None = None,
+    fallback: optax.GradientTransformation | None = None,
+    ns_dtype: DTypeLike | None = None,
+    ns_precision: jax.lax.PrecisionLike = newton_schulz.HIGHEST,
+    ns_method: newton_schulz.Method = "auto",
+    ns_axes: str | Sequence[str] = (),
+    specs: PyTree | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Muon on the hidden matrices and AdamW on everything else.
 
     The defaults are the MuLoCo paper's (but `eps`, which its code has at 1e-8):
     heavy-ball momentum, the coefficients of Dion, the factor `sqrt(fan_out / fan_in)`,
     and one learning rate and one decoupled weight decay (scaled by the learning rate
-    alone) for both sides.
+    alone) for both sides. Other published settings are `MOONLIGHT`, `JORDAN_2024` and
+    `OPTAX`, as in `muon(0.02, **MOONLIGHT)`.
 
-    `optax.inject_hyperparams` takes every callable for a schedule; tell it which are
-    not: `optax.inject_hyperparams(muon, static_args=("ns_coeffs", "ns_steps", "scale",
-    "muon_weight_dimension_numbers"))`.
+    `optax.inject_hyperparams` takes every callable for a schedule and makes an array of
+    every number; `static_args=STATIC_ARGS` says what is neither.
 
     >>> import jax.numpy as jnp, optax
     >>> params = {"kernel": jnp.eye(2), "bias": jnp.zeros(2)}
@@ -226,73 +79,208 @@ def muon(
         learning_rate: of both sides, a float or a schedule over updates.
         ns_coeffs: rows of the Newton-Schulz iteration, see `orthogonalize`.
         ns_steps: None, or the number of rows: a list of rows is never cut.
-        beta: decay of Muon's momentum.
-        eps: added to the Frobenius norm before the iteration.
-        weight_decay: decoupled weight decay of both sides.
+        beta: decay of Muon's momentum, in [0, 1), or a schedule.
+        eps: added to the norm before the iteration.
+        weight_decay: decoupled weight decay of both sides, or a schedule.
         weight_decay_mask: which parameters decay, see `optax.adamw`; None: all.
         mu_dtype: of both sides' first moment; by default that of the parameters.
-        nesterov: whether Muon's momentum looks ahead. The Adam side never does.
+        muon_weight_dimension_numbers: what Muon gets: `hidden_matrices`, `by_ndim`,
+            `rules`, any function of the parameters or a tree, of
+            `MuonDimensionNumbers`, `SplitDimensionNumbers` or None (the other side).
         scale: Muon's factor of `(fan_in, fan_out)`.
+        consistent_rms: as in optax, `consistent_rms * sqrt(max(fan_in, fan_out))`
+            instead of `scale`.
+        nesterov: whether Muon's momentum looks ahead by one gradient.
+        momentum: "heavy_ball", `M <- beta M + G`; "ema", `M <- beta M + (1 - beta) G`;
+            or "debiased", the same divided by the sum of its weights, as in optax.
+        adaptive: whether to multiply by the dual norm, `<M, orthogonalize(M)>`, which
+            makes updates as large as gradients are (Bernstein et al., 2024).
+        update_norm: whether to divide by the RMS of what the iteration gives, so that
+            `scale` is exactly that of updates (Moonlight, section 2.2).
+        preconditioning: see `orthogonalize`.
         adam_b1: decay of Adam's first moment.
         adam_b2: decay of Adam's second moment.
         adam_eps: added to the root of Adam's second moment.
+        adam_eps_root: added to Adam's second moment.
+        adam_nesterov: whether the other side is NAdam, as `nesterov` makes it in optax.
         adam_learning_rate: of the Adam side; None: `learning_rate`.
         adam_weight_decay: of the Adam side; None: `weight_decay`.
-        muon_weight_dimension_numbers: what Muon gets: a tree like the parameters of
-            `optax.contrib.MuonDimensionNumbers` (Muon) or None (Adam), or a function
-            from parameters to one.
+        fallback: optimizer of what Muon does not get, instead of AdamW.
+        ns_dtype: of the iteration, see `orthogonalize`.
+        ns_precision: of its products.
+        ns_method: of the iteration.
+        ns_axes: mesh axes inside a worker along which parameters are replicated and
+            devices shall share the work, by one all-gather per shape.
+        specs: `PartitionSpec` or `NamedSharding` per parameter (a tree like them, or
+            one for a subtree): matrices that are sharded are each brought together on
+            one device, by an all-to-all per shape and one back. Not needed on mesh axes
+            of type Explicit. Without, XLA communicates within the iteration.
 
     Raises:
-        ValueError: at construction for values out of range, at `init` for a parameter
-            that cannot be routed.
+        ValueError: at construction for a number out of range, another number of
+            `ns_steps` than of rows, or an unknown name; at `init` for a parameter that
+            cannot be routed or if none is for Muon; at `update` for gradients or a
+            state of other parameters, or a mesh that lacks an axis.
     """
-    rows = newton_schulz.coefficients_of(ns_coeffs).rows
-    if ns_steps is not None and ns_steps != len(rows):
+    if learning_rate is None:
         raise ValueError(
-            f"ns_steps is {ns_steps}, but ns_coeffs has {len(rows)} rows, which are "
-            f"tuned as a sequence; leave ns_steps out or pass a list of {ns_steps} rows"
+            "learning_rate must be a number or a schedule, got None; for directions "
+            "alone use scale_by_muon()"
         )
-    _check_range("weight_decay", weight_decay)
-    for name, value in (("adam_b1", adam_b1), ("adam_b2", adam_b2)):
-        _check_range(name, value, 1)
-    _check_range("adam_eps", adam_eps)
-
-    def labels(params):
-        numbers = _resolved(muon_weight_dimension_numbers, params)
-        return jax.tree.map(_side, numbers, is_leaf=_is_numbers)
-
-    def only_matrices(params):  # Under `partition`, other leaves are MaskedNodes.
-        absent = lambda x: isinstance(x, optax.MaskedNode)
-        keep = lambda x, numbers: x if absent(x) else numbers
-        numbers = _resolved(muon_weight_dimension_numbers, params)
-        return jax.tree.map(keep, params, numbers, is_leaf=absent)
-
+    if fallback is not None and (adam_learning_rate, adam_weight_decay) != (None, None):
+        raise ValueError(
+            "fallback replaces AdamW, with a learning rate and a decay of its own: "
+            "leave out adam_learning_rate and adam_weight_decay"
+        )
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
     decays = _decays(weight_decay, adam_weight_decay)
-    matrices = optax.chain(
-        scale_by_muon(
-            beta,
-            nesterov,
-            ns_coeffs,
-            scale,
-            eps=eps,
-            mu_dtype=mu_dtype,
-            weight_dimension_numbers=only_matrices,
-        ),
-        optax.add_decayed_weights(decays["muon"], weight_decay_mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    adam = optax.adamw(
-        adam_learning_rate,
-        adam_b1,
-        adam_b2,
-        adam_eps,
+    for name, value, below in (
+        ("learning_rate", learning_rate, math.inf),
+        ("adam_learning_rate", adam_learning_rate, math.inf),
+        ("weight_decay", weight_decay, math.inf),
+        ("adam_weight_decay", decays["adam"], math.inf),
+        ("adam_b1", adam_b1, 1),
+        ("adam_b2", adam_b2, 1),
+        ("adam_eps", adam_eps, math.inf),
+        ("adam_eps_root", adam_eps_root, math.inf),
+    ):
+        if not callable(value):
+            momenta.check_range(name, value, below)
+    matrices = functools.partial(
+        momenta.scale_by_muon,
+        beta,
+        nesterov,
+        ns_coeffs,
+        _factor(scale, consistent_rms),
+        ns_steps=ns_steps,
+        eps=eps,
         mu_dtype=mu_dtype,
-        weight_decay=decays["adam"],
-        mask=weight_decay_mask,
+        momentum=momentum,
+        adaptive=adaptive,
+        update_norm=update_norm,
+        preconditioning=preconditioning,
+        ns_dtype=ns_dtype,
+        ns_precision=ns_precision,
+        ns_method=ns_method,
+        ns_axes=ns_axes,
     )
-    return optax.partition({"muon": matrices, "adam": adam}, labels)
+    matrices()  # To refuse bad values now.
+    adam = optax.scale_by_adam(
+        adam_b1, adam_b2, adam_eps, adam_eps_root, mu_dtype, nesterov=adam_nesterov
+    )
+
+    def optimizer(params):
+        """For a tree of parameters, which says what goes where."""
+        entries = routing.resolve(muon_weight_dimension_numbers, params)
+        leaves = jax.tree_util.tree_map_with_path
+        numbers = lambda tree_: leaves(lambda path, _: entries[tree.name(path)], tree_)
+        mask = _mask(weight_decay_mask, params)
+        side = lambda direction, label, rate: optax.chain(
+            direction,
+            _decay(decays[label], mask),
+            optax.scale_by_learning_rate(rate),
+        )
+        muon_side = matrices(weight_dimension_numbers=numbers, specs=specs)
+        sides: dict[Hashable, optax.GradientTransformation] = {
+            "muon": side(muon_side, "muon", learning_rate),
+            "adam": fallback or side(adam, "adam", adam_learning_rate),
+        }
+        labels = leaves(lambda path, _: _side(entries[tree.name(path)]), params)
+        return optax.partition(sides, labels)
+
+    def init(params):
+        if (leaves := routing.route(muon_weight_dimension_numbers, params)) and not any(
+            leaf.layout for leaf in leaves
+        ):
+            raise ValueError(
+                f"no parameter is for Muon, of "
+                f"{', '.join(leaf.path for leaf in leaves)}; say which are with "
+                f"muon_weight_dimension_numbers, as mj.by_ndim or mj.rules"
+            )
+        return optimizer(params).init(params)
+
+    def update(updates, state, params=None, **extra):
+        if params is not None:
+            tree.check_like(updates, params)
+        elif not all(map(_is_zero, decays.values())):
+            raise ValueError(
+                "weight_decay needs the parameters: update(grads, state, params)"
+            )
+        like = updates if params is None else params
+        updates, new_state = optimizer(like).update(updates, state, params, **extra)
+        same = lambda new, old: jax.tree.map(_as, new, old)
+        return same(updates, like), same(new_state, state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+_DYNAMIC = (
+    "learning_rate",
+    "adam_learning_rate",
+    "beta",
+    "weight_decay",
+    "adam_weight_decay",
+)
+# For `optax.inject_hyperparams(muon, static_args=STATIC_ARGS)`: what is no number that
+# may change, but a function, a name, or a constant that a cast to bfloat16 would spoil.
+STATIC_ARGS = tuple(n for n in inspect.signature(muon).parameters if n not in _DYNAMIC)
+
+# The MuLoCo paper's (appendix on hyperparameters), which are the defaults.
+PAPER = {
+    "ns_coeffs": newton_schulz.DION,
+    "beta": 0.9,
+    "nesterov": False,
+    "momentum": "heavy_ball",
+    "scale": momenta.spectral,
+    "adam_b1": 0.9,
+    "adam_b2": 0.99,
+}
+
+# Moonlight's (Liu et al., 2025, equations 1 and 4), with its weight decay. The learning
+# rate may be what is right for AdamW.
+MOONLIGHT = {
+    "ns_coeffs": newton_schulz.JORDAN,
+    "beta": 0.95,
+    "eps": 1e-7,
+    "weight_decay": 0.1,
+    "nesterov": True,
+    "momentum": "heavy_ball",
+    "scale": momenta.match_rms_adamw,
+    "adam_b1": 0.9,
+    "adam_b2": 0.95,
+}
+
+# Its variant that measures the RMS of each update instead (section 2.2).
+MOONLIGHT_UPDATE_NORM = MOONLIGHT | {"scale": momenta.adamw_rms, "update_norm": True}
+
+# The original (Jordan et al., 2024) as it is now, which is `torch.optim.Muon` too.
+JORDAN_2024 = {
+    "ns_coeffs": newton_schulz.JORDAN,
+    "beta": 0.95,
+    "eps": 1e-7,
+    "nesterov": True,
+    "momentum": "ema",
+    "scale": momenta.width,
+    "adam_b1": 0.9,
+    "adam_b2": 0.95,
+    "adam_eps": 1e-10,
+}
+
+# What `optax.contrib.muon` computes by default, with NAdam on the other side.
+OPTAX = {
+    "ns_coeffs": newton_schulz.JORDAN,
+    "beta": 0.95,
+    "eps": 1e-8,
+    "nesterov": True,
+    "momentum": "debiased",
+    "scale": momenta.width,
+    "adam_b1": 0.9,
+    "adam_b2": 0.999,
+    "adam_nesterov": True,
+    "adam_weight_decay": 0.0,
+    "muon_weight_dimension_numbers": routing.by_ndim,
+}
 
 
 class Route(NamedTuple):
@@ -303,8 +291,9 @@ class Route(NamedTuple):
         shape: of the parameter.
         side: "muon" or "adam".
         fan_in: of the matrix that Muon sees; None for Adam.
-        fan_out: of the matrix that Muon sees; None for Adam.
-        factor: of the learning rate; 1 for Adam.
+        fan_out: of the matrix that Muon sees, or of each where there are splits; None
+            for Adam.
+        factor: of the learning rate, or one per split; 1 for Adam.
         decay: weight decay, to be multiplied by the learning rate alone.
     """
 
@@ -312,20 +301,20 @@ class Route(NamedTuple):
     shape: tuple[int, ...]
     side: str
     fan_in: int | None
-    fan_out: int | None
-    factor: float
+    fan_out: int | tuple[int, ...] | None
+    factor: float | tuple[float, ...]
     decay: float
 
 
 def routing_table(
     params: PyTree,
     *,
-    scale: Factor = spectral,
+    scale: momenta.Factor = momenta.spectral,
+    consistent_rms: float | None = None,
     weight_decay: float = 0.0,
-    weight_decay_mask: PyTree | Callable[[PyTree], PyTree] | None = None,
+    weight_decay_mask: Mask = None,
     adam_weight_decay: float | None = None,
-    muon_weight_dimension_numbers: PyTree
-    | Callable[[PyTree], PyTree] = hidden_matrices,
+    muon_weight_dimension_numbers: routing.Numbers = routing.hidden_matrices,
 ) -> list[Route]:
     """What `muon` with the same keywords would do to each parameter.
 
@@ -339,6 +328,7 @@ def routing_table(
     Args:
         params: arrays or their shapes.
         scale: see `muon`, as all that follow.
+        consistent_rms: instead of `scale`.
         weight_decay: of both sides.
         weight_decay_mask: which parameters decay; None: all.
         adam_weight_decay: of the Adam side; None: `weight_decay`.
@@ -348,34 +338,43 @@ def routing_table(
         One row per parameter, in the order of the tree.
 
     Raises:
-        ValueError: for a parameter that cannot be routed.
+        ValueError: for a parameter that cannot be routed, or a decay out of range.
     """
-    numbers = _resolved(muon_weight_dimension_numbers, params)
-    mask = True if weight_decay_mask is None else _resolved(weight_decay_mask, params)
     decays = _decays(weight_decay, adam_weight_decay)
-
-    def leaf(path, x, numbers, may_decay):
-        name, side = tree.name(path), _side(numbers)
+    for side, decay in decays.items():
+        momenta.check_range(f"weight decay of the {side} side", decay)
+    mask = _mask(weight_decay_mask, params)
+    decaying = jax.tree.leaves(jax.tree.broadcast(mask, params))
+    scale = _factor(scale, consistent_rms)
+    table = []
+    for leaf, may_decay in zip(
+        routing.route(muon_weight_dimension_numbers, params), decaying, strict=True
+    ):
+        side = _side(leaf.layout)
         fan_in, fan_out, factor = None, None, 1.0
-        if side == "muon":
-            fan_in, fan_out = _fans(x.shape, _matrix_axes(name, numbers, x.shape))
-            factor = scale(fan_in, fan_out)
+        if leaf.layout is not None:
+            fans = leaf.layout.fans(leaf.x.shape)
+            factors = tuple(momenta.factor(scale, *pair) for pair in fans)
+            fan_in, outs = fans[0][0], tuple(out for _, out in fans)
+            fan_out, factor = (
+                (outs, factors) if len(fans) > 1 else (outs[0], factors[0])
+            )
         decay = decays[side] if may_decay else 0.0
-        return Route(name, x.shape, side, fan_in, fan_out, factor, decay)
-
-    routes = jax.tree_util.tree_map_with_path(
-        leaf, params, numbers, jax.tree.broadcast(mask, params)
-    )
-    return jax.tree.leaves(routes, is_leaf=lambda x: isinstance(x, Route))
+        table.append(
+            Route(leaf.path, leaf.x.shape, side, fan_in, fan_out, factor, decay)
+        )
+    return table
 
 
-def _resolved(value, params):
-    """A tree that may be given as a function of the parameters."""
-    return value(params) if callable(value) else value
+def _side(routed):
+    return "adam" if routed is None else "muon"
 
 
-def _side(numbers):
-    return "adam" if numbers is None else "muon"
+def _factor(scale, consistent_rms):
+    if consistent_rms is None:
+        return scale
+    momenta.check_range("consistent_rms", consistent_rms)
+    return lambda fan_in, fan_out: consistent_rms * math.sqrt(max(fan_in, fan_out))
 
 
 def _decays(weight_decay, adam_weight_decay):
@@ -383,45 +382,31 @@ def _decays(weight_decay, adam_weight_decay):
     return {"muon": weight_decay, "adam": adam}
 
 
-def _check_range(name, value, below=math.inf):
-    """Refuses a number outside [0, below); what is traced cannot be looked at."""
-    if isinstance(value, int | float | np.number) and not 0 <= value < below:
-        raise ValueError(f"{name} must be in [0, {below}), got {value}")
+def _decay(weight_decay, mask):
+    if _is_zero(weight_decay):  # Which then needs no parameters.
+        return optax.identity()
+    return optax.add_decayed_weights(weight_decay, mask)
 
 
-def _matrix_axes(name, numbers, shape):
-    """The axes of fan-in and of fan-out as two tuples of non-negative ints."""
-    if numbers is None:
+def _is_zero(x):
+    return isinstance(x, int | float) and x == 0
+
+
+def _mask(mask, params):
+    """Which parameters decay, a tree like them or a prefix of it."""
+    if mask is None:
+        return True
+    if callable(mask):
+        mask = mask(params)
+    if not tree.is_leaf(params) and tree.is_leaf(mask):
         raise ValueError(
-            f"{name} with shape {shape} is no hidden matrix, so Muon cannot take it; "
-            f"use muon(...), which gives it to Adam, or mask it out"
+            f"weight_decay_mask must be a tree of booleans, or a function of the "
+            f"parameters that returns one, got {mask!r}; under "
+            f"optax.inject_hyperparams pass static_args=mj.STATIC_ARGS"
         )
-    groups = []
-    for axis in numbers:
-        axes = axis if isinstance(axis, Sequence) else (axis,)
-        if not axes or any(not -len(shape) <= a < len(shape) for a in axes):
-            raise ValueError(f"{name} with shape {shape} has no axes {numbers}")
-        groups.append(tuple(a % len(shape) for a in axes))
-    fan_in, fan_out = groups
-    if len({*fan_in, *fan_out}) != len(fan_in) + len(fan_out):
-        raise ValueError(
-            f"{name} with shape {shape}: an axis stands twice in {numbers}"
-        )
-    return fan_in, fan_out
+    return mask
 
 
-def _fans(shape, axes):
-    """Fan-in and fan-out, from the axes of each."""
-    fan_in, fan_out = (math.prod(shape[a] for a in group) for group in axes)
-    return fan_in, fan_out
-
-
-def _as_matrices(x, in_axes, out_axes):
-    """`x` as `[..., fan_in, fan_out]`, and the function that undoes it."""
-    batch = tuple(a for a in range(x.ndim) if a not in in_axes + out_axes)
-    order = batch + in_axes + out_axes
-    moved = x.transpose(order)
-    fans = _fans(x.shape, (in_axes, out_axes))
-    matrices = moved.reshape(*moved.shape[: len(batch)], *fans)
-    inverse = [order.index(a) for a in range(x.ndim)]
-    return matrices, lambda y: y.reshape(moved.shape).transpose(inverse)
+def _as(new, old):
+    """With the dtype of what it replaces, without which loops do not type-check."""
+    return new.astype(old.dtype) if hasattr(old, "dtype") else new

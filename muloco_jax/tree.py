@@ -7,7 +7,8 @@ array per layer along its first axis. Nothing else in the library looks at names
 """
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +44,121 @@ def name(path: Sequence[Any]) -> str:
     'blocks/0/kernel'
     """
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def absent(x: Any) -> bool:
+    """Whether a node of a tree holds no leaf: None, `optax.MaskedNode`, an empty dict.
+
+    >>> absent(None), absent({"a": ()}), absent(0)
+    (True, True, False)
+    """
+    return jax.tree.structure(x).num_leaves == 0
+
+
+def leaves_of(tree: PyTree, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+    """Names and leaves of a tree in which None is a leaf too."""
+    stop = lambda x: x is None or is_leaf(x)
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=stop)
+    return [(name(path), x) for path, x in leaves]
+
+
+def match(
+    entries: PyTree, params: PyTree, is_entry: Callable[[Any], bool], what: str
+) -> dict[str, Any]:
+    """The entry of each parameter, found by name, whatever kinds of containers hold it.
+
+    An entry in the place of a subtree is one for each parameter in it. What `params`
+    masks out may have an entry all the same.
+
+    >>> numbers = {"mlp": 1, "embed": 2}
+    >>> match(numbers, {"embed": 0.0, "mlp": (0.0, 0.0)}, lambda x: False, "numbers")
+    {'embed': 2, 'mlp/0': 1, 'mlp/1': 1}
+
+    Args:
+        entries: a tree of entries.
+        params: a tree of parameters.
+        is_entry: whether a node of `entries` that has children is an entry.
+        what: what the entries are called in errors.
+
+    Returns:
+        An entry for the name of each leaf of `params`.
+
+    Raises:
+        ValueError: if a parameter has no entry, or an entry no parameter, or two
+            parameters have one name.
+    """
+    found = dict(leaves_of(entries, is_entry))
+    nodes = jax.tree.leaves_with_path(params, is_leaf=absent)
+    leaves = [name(path) for path, x in nodes if not absent(x)]
+    if twice := [leaf for leaf, times in Counter(leaves).items() if times > 1]:
+        raise ValueError(f"two parameters are called {', '.join(twice)}")
+    hidden = [name(path) for path, x in nodes if absent(x)]
+    owner = {leaf: _owner(leaf, found) for leaf in leaves}
+    missing = [leaf for leaf, entry in owner.items() if entry is None]
+    unused = [
+        entry
+        for entry in found.keys() - owner.values()
+        if _owner(entry, hidden) is None and not _owner_of_any(entry, hidden)
+    ]
+    if missing or unused:
+        texts = []
+        if missing:
+            texts.append(f"no entry for {', '.join(missing)}")
+        if unused:
+            texts.append(
+                f"an entry for {', '.join(sorted(unused))}, which is no parameter"
+            )
+        raise ValueError(f"{what} has {' and '.join(texts)}")
+    return {leaf: found[entry] for leaf, entry in owner.items() if entry is not None}
+
+
+def check_like(updates: PyTree, params: PyTree) -> None:
+    """Checks that updates are of the names and shapes of parameters.
+
+    Args:
+        updates: gradients.
+        params: the parameters, or what is kept of them in a state.
+
+    Raises:
+        ValueError: naming those that are on one side only, or of another shape.
+    """
+    shapes = lambda tree: {name(p): x.shape for p, x in jax.tree.leaves_with_path(tree)}
+    given, kept = shapes(updates), shapes(params)
+    if extra := sorted(given.keys() - kept.keys()):
+        raise ValueError(
+            f"there are gradients but no parameters or momentum for "
+            f"{', '.join(extra)}: the state was made for other parameters or another "
+            f"routing; init again"
+        )
+    if missing := sorted(kept.keys() - given.keys()):
+        raise ValueError(f"there is no gradient of {', '.join(missing)}")
+    for path, shape in kept.items():
+        if given[path] != shape:
+            raise ValueError(
+                f"the gradient of {path} has shape {given[path]}, the parameter {shape}"
+            )
+
+
+def is_leaf(x: Any) -> bool:
+    """Whether a tree is a leaf itself.
+
+    >>> is_leaf(1.0), is_leaf({"a": 1.0})
+    (True, False)
+    """
+    return jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
+
+
+def _owner(path, prefixes):
+    """The longest of some paths that is `path` or leads to it."""
+    segments = path.split("/")
+    for stop in range(len(segments), 0, -1):
+        if (prefix := "/".join(segments[:stop])) in prefixes:
+            return prefix
+    return "" if "" in prefixes else None
+
+
+def _owner_of_any(prefix, paths):
+    return any(_owner(path, (prefix,)) is not None for path in paths)
 
 
 def is_stacked(path: str) -> bool:

@@ -103,8 +103,7 @@ def test_the_defaults_are_the_papers():
 
 
 def test_hyperparameters_may_be_injected():
-    static = ("ns_coeffs", "ns_steps", "scale", "muon_weight_dimension_numbers")
-    injected = optax.inject_hyperparams(mj.muon, static_args=static)
+    injected = optax.inject_hyperparams(mj.muon, static_args=mj.STATIC_ARGS)
     grads = {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}
     updates, _ = _update(
         injected(lambda step: 0.1 / (1 + step), weight_decay=0.3), grads
