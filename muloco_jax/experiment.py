@@ -5,7 +5,7 @@ Each choice by name is resolved here, in one `match`.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -142,7 +142,9 @@ def plan(config: Config) -> Plan:
     reduce = compress.reducer(compress.all_reduce_mean(workers))
     algorithm = diloco(
         model.next_token_loss(model_config),
-        inner_optimizer(config, schedule),
+        inner_optimizer(
+            config, schedule, specs, [axis for axis, n in inside.items() if n > 1]
+        ),
         outer_optimizer(config),
         workers=workers,
         sync_every=config.sync_every,
@@ -205,9 +207,19 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
 
 
 def inner_optimizer(
-    config: Config, schedule: optax.Schedule
+    config: Config,
+    schedule: optax.Schedule,
+    specs: PyTree | None = None,
+    axes: Sequence[str] = (),
 ) -> optax.GradientTransformation:
-    """The optimizer of a worker, behind clipping of its gradient."""
+    """The optimizer of a worker, behind clipping of its gradient.
+
+    Args:
+        config: the configuration.
+        schedule: of the learning rate.
+        specs: partition specs of the parameters inside a worker.
+        axes: mesh axes inside a worker, along which Muon shares its work.
+    """
     inner = config.inner
     match inner.name:
         case "muon":
@@ -219,6 +231,8 @@ def inner_optimizer(
                 adam_b1=inner.adam_b1,
                 adam_b2=inner.adam_b2,
                 adam_eps=inner.adam_eps,
+                ns_axes=axes,
+                specs=specs,
             )
         case "adamw":
             optimizer = optax.adamw(

@@ -380,18 +380,20 @@ def _normalize(x, safety, eps, dtype, preconditioning):
     factor = jnp.where(largest < 2.0**-range_, 4.0**range_, factor)
     factor = factor.astype(largest.dtype)
     scaled, eps = factor * x, factor * eps
-    match preconditioning:
-        case "frobenius":
-            norm = jnp.linalg.norm(scaled, axis=(-2, -1), keepdims=True)
-        case "spectral":
-            norm = jnp.linalg.norm(scaled, 2, axis=(-2, -1), keepdims=True)
-        case "schatten":
-            gram = jnp.matmul(scaled, _adjoint(scaled), precision=HIGHEST)
-            norm = jnp.sqrt(jnp.linalg.norm(gram, axis=(-2, -1), keepdims=True))
-        case "aol":
-            gram = jnp.matmul(scaled, _adjoint(scaled), precision=HIGHEST)
-            norm = jnp.sqrt(jnp.abs(gram).sum(-1, keepdims=True))
+    norm = jnp.linalg.norm(scaled, axis=(-2, -1), keepdims=True)
+    if preconditioning != "frobenius":
+        norm *= _relative_norm(scaled / jnp.where(norm == 0, 1, norm), preconditioning)
     norm = safety * norm + eps
     # Rounded like all else, as in the reference.
     norm = norm.astype(jnp.finfo(dtype).dtype).astype(norm.dtype)
     return scaled / jnp.where(norm == 0, 1, norm)
+
+
+def _relative_norm(x, preconditioning):
+    """Of matrices whose Frobenius norm is one: that of each, or of each of its rows."""
+    if preconditioning == "spectral":
+        return jnp.linalg.norm(x, 2, axis=(-2, -1), keepdims=True)
+    gram = jnp.matmul(x, _adjoint(x), precision=HIGHEST)
+    if preconditioning == "schatten":
+        return jnp.sqrt(jnp.linalg.norm(gram, axis=(-2, -1), keepdims=True))
+    return jnp.sqrt(jnp.abs(gram).sum(-1, keepdims=True))

@@ -86,15 +86,15 @@ def apply(
         )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     inside = {axis for axis, kind in kinds.items() if kind == AxisType.Manual}
-    outside = {axis: n for axis, n in mesh.shape.items() if axis not in inside}
-    _check_sizes(leaves, specs, outside)
-    idle = {axis for axis in axes if mesh.shape[axis] == 1}
-    axes, used = [axis for axis in axes if axis not in idle], used - idle
+    _check_sizes(leaves, specs, {a: mesh.shape[a] for a in kinds if a not in inside})
+    idle = {a for a in kinds if mesh.shape[a] == 1 and kinds[a] == AxisType.Auto}
+    specs = [tuple(tuple(a for a in e if a not in idle) for e in s) for s in specs]
+    axes = [axis for axis in axes if axis not in idle]
     needed = [
         _unsplit(leaf, spec, inside) for leaf, spec in zip(leaves, specs, strict=True)
     ]
     local = lambda arrays: _local(fn, factor, arrays, leaves, needed, axes, wire_dtype)
-    if not used - inside:
+    if not used - inside - idle:
         return local(arrays)
     outer = lambda spec: P(*[tuple(a for a in e if a not in inside) for e in spec])
     own, own_specs = list(arrays), [outer(spec) for spec in needed]
@@ -106,7 +106,8 @@ def apply(
         mesh=mesh,
         in_specs=(own_specs,),
         out_specs=own_specs,
-        axis_names=used - inside,
+        # All that are left: `jax.vmap(..., spmd_axis_name=)` needs its axis among them.
+        axis_names=set(kinds) - inside,
     )
     # Under `jit`, so that the mesh of the arrays will do where none is set.
     done = jax.jit(mapped)(own)

@@ -127,12 +127,14 @@ def _packed(fn, arrays, one_by_one):
 
 def _batched(fn, x, one_by_one):
     """`fn` of `[b, m, n]`, of a part after the other where `b` is large."""
+    if x.size == 0:
+        return x
     if len(x) == 1:
         return fn(x[0])[None]
     if one_by_one:  # But two of them side by side, which occupies more cores.
         step = lambda _, matrix: (None, fn(matrix))
         return jax.lax.scan(step, None, x, unroll=2)[1]
-    batch = max(1, PACK_BYTES // max(1, x[0].nbytes))
+    batch = max(1, PACK_BYTES // x[0].nbytes)
     return fn(x) if len(x) <= batch else jax.lax.map(fn, x, batch_size=batch)
 
 

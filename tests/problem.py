@@ -68,13 +68,17 @@ def algorithm(
 ):
     """An algorithm and its compiled round, kept for the session."""
     mesh_ = mesh(**dict(shape))
+    specs = SPECS if "fsdp" in mesh_.shape else None
+    if inner == "muon":  # Devices of a worker share the work.
+        axes = [axis for axis in mesh_.shape if axis != "workers"]
+        inner = mj.muon(0.02, weight_decay=0.1, ns_axes=axes, specs=specs)
     algo = mj.diloco(
         loss,
         INNER[inner] if isinstance(inner, str) else inner,
         outer,
         workers=mj.Workers(num, mesh_, sequential),
         sync_every=sync_every,
-        specs=SPECS if "fsdp" in mesh_.shape else None,
+        specs=specs,
     )
     return algo, jax.jit(algo.round, donate_argnums=0, compiler_options=FAST), mesh_
 

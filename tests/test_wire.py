@@ -20,7 +20,6 @@ CONFIG = model.ModelConfig(
     vocab_size=16, num_layers=2, width=16, head_dim=8, num_kv_heads=2, mlp_ratio=2.5,
     end_of_text=0, remat=True, loss_chunk=4,
 )  # fmt: skip
-MUON = mj.muon(0.02, ns_coeffs=mj.DION.rows[:2])  # Two rows compile faster than five.
 ONLY_WORKERS = (("workers", 4),)
 INSIDE = ((("workers", 2), ("data", 2)), (("workers", 2), ("fsdp", 2), ("tensor", 2)))
 
@@ -35,14 +34,21 @@ class Programs:
         self.mesh = mesh(**dict(shape))
         workers = mj.Workers(K, self.mesh, sequential)
         self.reduce = mj.reducer(mj.all_reduce_mean(workers))
+        specs = model.partition_specs(CONFIG, self.mesh)
+        muon = mj.muon(
+            0.02,
+            ns_coeffs=mj.DION.rows[:2],  # Two rows compile faster than five.
+            ns_axes=[axis for axis in self.mesh.shape if axis != "workers"],
+            specs=specs,
+        )
         algo = mj.diloco(
             model.next_token_loss(CONFIG),
-            optax.chain(optax.clip_by_global_norm(1.0), MUON),
+            optax.chain(optax.clip_by_global_norm(1.0), muon),
             NESTEROV,
             workers=workers,
             sync_every=H,
             reduce=self.reduce,
-            specs=model.partition_specs(CONFIG, self.mesh),
+            specs=specs,
         )
         self.params = model.init(CONFIG, jax.random.key(0))
         state = algo.init(self.params)
@@ -89,6 +95,8 @@ def test_the_inner_loop_does_communicate_inside_a_worker(shape):
     """So that the test above has something to see on these meshes."""
     found = programs(shape, True).inner
     assert {c.kind for c in found} >= {"all-reduce"}
+    if "fsdp" in dict(shape):  # Muon brings matrices together.
+        assert {c.kind for c in found} >= {"all-to-all"}
     assert all("inner" in c.scope for c in found if c.scope)
 
 
