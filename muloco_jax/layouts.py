@@ -5,6 +5,7 @@ This module hides how it is turned into matrices and back.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -112,8 +113,7 @@ def of(
             f"it to the other optimizer"
         )
     for key in ("reduction_axis", "output_axis"):
-        axes = getattr(numbers, key)
-        axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        axes = _ints(name, key, getattr(numbers, key))
         if not axes:
             raise ValueError(f"{name} with shape {shape}: {key} is empty")
         for axis in axes:
@@ -131,7 +131,7 @@ def of(
             )
     batch = tuple(a for a in range(len(shape)) if a not in reduction + output)
     layout = Layout(batch, reduction, output)
-    splits = tuple(getattr(numbers, "splits", ()))
+    splits = _ints(name, "splits", getattr(numbers, "splits", ()))
     [(_, fan_out)] = layout.fans(shape)
     if splits and (sum(splits) != fan_out or min(splits) < 1):
         raise ValueError(
@@ -139,3 +139,15 @@ def of(
             f"fan-out {fan_out}, got {splits}"
         )
     return layout._replace(splits=splits)
+
+
+def _ints(name, key, value):
+    """One integer or several as a tuple."""
+    try:
+        return (operator.index(value),)
+    except TypeError:
+        pass
+    try:
+        return tuple(map(operator.index, value))
+    except TypeError:
+        raise ValueError(f"{name}: {key} must be integers, got {value!r}") from None

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.typing import DTypeLike
@@ -111,6 +112,8 @@ def scale_by_muon(
     """
     if not callable(beta):
         check_range("beta", beta, 1)
+        if hint := _rounded(beta):
+            raise ValueError(f"beta has been rounded{hint}")
     if momentum not in get_args(Momentum):
         raise ValueError(
             f"momentum must be one of {get_args(Momentum)}, got {momentum!r}"
@@ -119,7 +122,8 @@ def scale_by_muon(
         jnp.issubdtype(mu_dtype, jnp.inexact) and jnp.dtype(mu_dtype).itemsize >= 2
     ):
         raise ValueError(
-            f"mu_dtype must be a floating dtype of 16 bits or more, got {mu_dtype}"
+            f"mu_dtype must be a floating dtype of 16 bits or more, got "
+            f"{jnp.dtype(mu_dtype).name}"
         )
     if not callable(scale):
         raise ValueError(
@@ -159,7 +163,8 @@ def scale_by_muon(
 
     def update(updates, state, params=None):
         del params
-        tree.check_like(updates, state.mu)
+        hint = ": if the parameters or their routing have changed, call init again"
+        tree.check_like(updates, state.mu, "momenta", hint)
         leaves = routing.route(weight_dimension_numbers, updates)
         _check_matrices(leaves)
         decay = beta(state.count) if callable(beta) else beta
@@ -192,8 +197,25 @@ def factor(scale: Factor, fan_in: int, fan_out: int) -> float:
 
 def check_range(name: str, value: Any, below: float = math.inf) -> None:
     """Refuses a number outside [0, below); what is traced cannot be looked at."""
-    if not isinstance(value, Tracer) and not 0 <= value < below:
-        raise ValueError(f"{name} must be in [0, {below}), got {value}")
+    if isinstance(value, Tracer):
+        return
+    if not isinstance(value, int | float | np.number | np.ndarray | jax.Array):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if not 0 <= value < below:
+        raise ValueError(
+            f"{name} must be in [0, {below}), got {value}{_rounded(value)}"
+        )
+
+
+def _rounded(value):
+    """What to do about a number that a cast to few bits may have spoiled."""
+    dtype = getattr(value, "dtype", jnp.float32)
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= 32:
+        return ""
+    return (
+        f" in {dtype}: under optax.inject_hyperparams pass "
+        f"static_args=mj.STATIC_ARGS or hyperparam_dtype=jnp.float32"
+    )
 
 
 def _momenta(form, nesterov, beta, count, updates, mu):

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
@@ -112,9 +113,8 @@ def coefficients_of(
     Raises:
         ValueError: if it is none of these, or a list has another number of rows.
     """
-    if steps is not None and (
-        isinstance(steps, bool) or not isinstance(steps, int) or steps < 1
-    ):
+    whole = isinstance(steps, int | np.integer) and not isinstance(steps, bool)
+    if steps is not None and not (whole and steps >= 1):
         raise ValueError(
             f"ns_steps must be a static int >= 1, got {steps!r} (under "
             f"optax.inject_hyperparams pass static_args=mj.STATIC_ARGS)"
@@ -137,7 +137,7 @@ def coefficients_of(
             f"as a sequence and cannot be cut or repeated: leave ns_steps out, or pass "
             f"a list of {steps} rows"
         )
-    return coefficients._replace(rows=rows[:1] * steps)
+    return coefficients._replace(rows=rows[:1] * int(steps))
 
 
 def _rows(coefficients, steps):
@@ -281,15 +281,17 @@ def compute_dtype(dtype: DTypeLike, chosen: DTypeLike | None = None) -> jnp.dtyp
         return wide if on_cpu or is_complex else jnp.dtype(jnp.bfloat16)
     if not jnp.issubdtype(chosen, jnp.inexact) or jnp.dtype(chosen).itemsize < 2:
         raise ValueError(
-            f"the iteration needs a floating dtype of 16 bits or more, got {chosen}"
+            f"the iteration needs a floating dtype of 16 bits or more, got "
+            f"{jnp.dtype(chosen).name}"
         )
     return jnp.dtype(chosen)
 
 
 def wire_dtype(dtype: DTypeLike, chosen: DTypeLike | None = None) -> jnp.dtype:
-    """The dtype in which matrices may travel: rounded by the iteration anyway."""
-    inside = compute_dtype(dtype, chosen)
-    return inside if inside == jnp.bfloat16 else jnp.dtype(dtype)
+    """What matrices may travel as: bfloat16, if the iteration rounds to it anyway."""
+    bfloat16 = jnp.dtype(jnp.bfloat16)  # Which has the range of float32.
+    rounds = dtype == jnp.float32 and compute_dtype(dtype, chosen) == bfloat16
+    return bfloat16 if rounds else jnp.dtype(dtype)
 
 
 def _restarts(

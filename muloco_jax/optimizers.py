@@ -92,7 +92,7 @@ def muon(
             instead of `scale`.
         nesterov: whether Muon's momentum looks ahead by one gradient.
         momentum: "heavy_ball", `M <- beta M + G`; "ema", `M <- beta M + (1 - beta) G`;
-            or "debiased", the same divided by the sum of its weights, as in optax.
+            or "debiased", the same divided by `1 - beta^t` at step t, as in optax.
         adaptive: whether to multiply by the dual norm, `<M, orthogonalize(M)>`, which
             makes updates as large as gradients are (Bernstein et al., 2024).
         update_norm: whether to divide by the RMS of what the iteration gives, so that
@@ -126,6 +126,10 @@ def muon(
         raise ValueError(
             "learning_rate must be a number or a schedule, got None; for directions "
             "alone use scale_by_muon()"
+        )
+    if not (fallback is None or hasattr(fallback, "update")):
+        raise ValueError(
+            f"fallback must be an optax.GradientTransformation, got {fallback!r}"
         )
     if fallback is not None and (adam_learning_rate, adam_weight_decay) != (None, None):
         raise ValueError(
@@ -196,13 +200,14 @@ def muon(
             raise ValueError(
                 f"no parameter is for Muon, of "
                 f"{', '.join(leaf.path for leaf in leaves)}; say which are with "
-                f"muon_weight_dimension_numbers, as mj.by_ndim or mj.rules"
+                f"muon_weight_dimension_numbers, as mj.by_ndim or mj.rules (under "
+                f"optax.inject_hyperparams with static_args=mj.STATIC_ARGS)"
             )
         return optimizer(params).init(params)
 
     def update(updates, state, params=None, **extra):
         if params is not None:
-            tree.check_like(updates, params)
+            tree.check_like(updates, params, "parameters")
         elif not all(map(_is_zero, decays.values())):
             raise ValueError(
                 "weight_decay needs the parameters: update(grads, state, params)"
@@ -215,15 +220,10 @@ def muon(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-_DYNAMIC = (
-    "learning_rate",
-    "adam_learning_rate",
-    "beta",
-    "weight_decay",
-    "adam_weight_decay",
-)
-# For `optax.inject_hyperparams(muon, static_args=STATIC_ARGS)`: what is no number that
-# may change, but a function, a name, or a constant that a cast to bfloat16 would spoil.
+_DYNAMIC = ("learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_decay")
+# For `optax.inject_hyperparams(muon, static_args=STATIC_ARGS)`: functions, names, and
+# numbers that a cast to the dtype of the parameters would spoil, as beta, which may be
+# a schedule all the same.
 STATIC_ARGS = tuple(n for n in inspect.signature(muon).parameters if n not in _DYNAMIC)
 
 # The MuLoCo paper's (appendix on hyperparameters), which are the defaults.
@@ -343,8 +343,7 @@ def routing_table(
     decays = _decays(weight_decay, adam_weight_decay)
     for side, decay in decays.items():
         momenta.check_range(f"weight decay of the {side} side", decay)
-    mask = _mask(weight_decay_mask, params)
-    decaying = jax.tree.leaves(jax.tree.broadcast(mask, params))
+    decaying = jax.tree.leaves(_mask(weight_decay_mask, params))
     scale = _factor(scale, consistent_rms)
     table = []
     for leaf, may_decay in zip(
@@ -393,9 +392,9 @@ def _is_zero(x):
 
 
 def _mask(mask, params):
-    """Which parameters decay, a tree like them or a prefix of it."""
+    """Which parameters decay, a tree like them."""
     if mask is None:
-        return True
+        mask = jax.tree.map(lambda _: True, params)
     if callable(mask):
         mask = mask(params)
     if not tree.is_leaf(params) and tree.is_leaf(mask):
@@ -404,7 +403,10 @@ def _mask(mask, params):
             f"parameters that returns one, got {mask!r}; under "
             f"optax.inject_hyperparams pass static_args=mj.STATIC_ARGS"
         )
-    return mask
+    entries = tree.match(mask, params, lambda x: False, "weight_decay_mask")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: entries[tree.name(path)], params
+    )
 
 
 def _as(new, old):

@@ -166,7 +166,7 @@ def resolve(numbers: Numbers, params: PyTree) -> dict[str, Any]:
     if callable(numbers):
         numbers = numbers(params)
     what = "muon_weight_dimension_numbers"
-    for path, entry in tree.leaves_of(numbers, is_numbers):
+    for path, entry in tree.leaves_of(numbers, _is_entry):
         if not is_numbers(entry):
             raise ValueError(_not_numbers(f"{what} {path}".rstrip(), entry))
     return tree.match(numbers, params, is_numbers, what)
@@ -176,6 +176,12 @@ def is_numbers(x: Any) -> bool:
     """Whether this routes a parameter, or all of a subtree."""
     kinds = MuonDimensionNumbers | layouts.SplitDimensionNumbers
     return x is None or isinstance(x, kinds)
+
+
+def _is_entry(x):
+    """Numbers, or axes alone, which is an error of its own."""
+    axes = isinstance(x, tuple | list) and x and all(isinstance(i, int) for i in x)
+    return is_numbers(x) or bool(axes)
 
 
 def _not_numbers(where, entry):

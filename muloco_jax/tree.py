@@ -112,12 +112,14 @@ def match(
     return {leaf: found[entry] for leaf, entry in owner.items() if entry is not None}
 
 
-def check_like(updates: PyTree, params: PyTree) -> None:
-    """Checks that updates are of the names and shapes of parameters.
+def check_like(updates: PyTree, params: PyTree, of: str, hint: str = "") -> None:
+    """Checks that gradients are of the names and shapes of parameters.
 
     Args:
         updates: gradients.
         params: the parameters, or what is kept of them in a state.
+        of: what `params` are called in errors.
+        hint: what may be wrong.
 
     Raises:
         ValueError: naming those that are on one side only, or of another shape.
@@ -125,17 +127,15 @@ def check_like(updates: PyTree, params: PyTree) -> None:
     shapes = lambda tree: {name(p): x.shape for p, x in jax.tree.leaves_with_path(tree)}
     given, kept = shapes(updates), shapes(params)
     if extra := sorted(given.keys() - kept.keys()):
-        raise ValueError(
-            f"there are gradients but no parameters or momentum for "
-            f"{', '.join(extra)}: the state was made for other parameters or another "
-            f"routing; init again"
-        )
+        raise ValueError(f"there are gradients but no {of} of {', '.join(extra)}{hint}")
     if missing := sorted(kept.keys() - given.keys()):
-        raise ValueError(f"there is no gradient of {', '.join(missing)}")
+        raise ValueError(
+            f"there are {of} but no gradients of {', '.join(missing)}{hint}"
+        )
     for path, shape in kept.items():
         if given[path] != shape:
             raise ValueError(
-                f"the gradient of {path} has shape {given[path]}, the parameter {shape}"
+                f"the gradient of {path} has shape {given[path]}, but its {of} {shape}"
             )
 
 
