@@ -343,12 +343,12 @@ def routing_table(
     decays = _decays(weight_decay, adam_weight_decay)
     for side, decay in decays.items():
         momenta.check_range(f"weight decay of the {side} side", decay)
-    decaying = jax.tree.leaves(_mask(weight_decay_mask, params))
+    mask = _mask(weight_decay_mask, params)
+    mask = jax.tree.map(lambda _: True, params) if mask is None else mask
     scale = _factor(scale, consistent_rms)
     table = []
-    for leaf, may_decay in zip(
-        routing.route(muon_weight_dimension_numbers, params), decaying, strict=True
-    ):
+    leaves = routing.route(muon_weight_dimension_numbers, params)
+    for leaf, may_decay in zip(leaves, jax.tree.leaves(mask), strict=True):
         side = _side(leaf.layout)
         fan_in, fan_out, factor = None, None, 1.0
         if leaf.layout is not None:
@@ -392,9 +392,9 @@ def _is_zero(x):
 
 
 def _mask(mask, params):
-    """Which parameters decay, a tree like them."""
+    """Which parameters decay, a tree like them; None for all."""
     if mask is None:
-        mask = jax.tree.map(lambda _: True, params)
+        return None
     if callable(mask):
         mask = mask(params)
     if not tree.is_leaf(params) and tree.is_leaf(mask):
