@@ -112,6 +112,17 @@ def test_hyperparameters_may_be_injected():
     assert_close(updates, expected)
 
 
+def test_the_state_is_a_count_and_the_momentum_beside_that_of_adamw():
+    """And nothing else that a checkpoint would have to hold."""
+    params = {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4)), "bias": jnp.ones(5)}
+    inner = mj.muon(0.1, weight_decay=0.1).init(params).inner_states
+    adamw = optax.adamw(0.1).init({"bias": params["bias"]})
+    num = lambda state: len(jax.tree.leaves(state))
+    assert num(inner["muon"]) == 1 + len(("up", "down"))
+    assert num(inner["adam"]) == num(adamw)
+    assert inner["muon"].inner_state[1:] == (optax.EmptyState(), optax.EmptyState())
+
+
 def test_masked_parameters_do_not_decay():
     params = {"kernel": jnp.eye(2), "bias": jnp.ones(2)}
     zeros = jax.tree.map(jnp.zeros_like, params)
