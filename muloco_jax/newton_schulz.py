@@ -21,7 +21,6 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.typing import DTypeLike
 
 Method = Literal["auto", "standard", "gram"]
@@ -231,7 +230,7 @@ def orthogonalizer(
     Raises:
         ValueError: as `orthogonalize` does, but for what is wrong with matrices.
     """
-    if isinstance(eps, Tracer) or not 0 <= eps < math.inf:
+    if not isinstance(eps, int | float | np.number) or not 0 <= eps < math.inf:
         raise ValueError(
             f"eps must be in [0, inf) and static, got {eps} (under "
             f"optax.inject_hyperparams pass static_args=mj.STATIC_ARGS)"

@@ -44,9 +44,16 @@ def placements(specs: PyTree | None, updates: PyTree) -> list[Placement]:
                 f"the spec of {tree.name(path)} with shape {x.shape} must be a "
                 f"PartitionSpec of at most {x.ndim} entries, got {spec!r}"
             )
-        typed = _axes(jax.typeof(x).sharding.spec, x.ndim)
-        pairs = zip(typed, _axes(spec, x.ndim), strict=True)
-        found.append(tuple(of_type or of_spec for of_type, of_spec in pairs))
+        sharding = jax.typeof(x).sharding
+        kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+        typed = {axis for axis, kind in kinds if kind == AxisType.Explicit}
+        pairs = zip(_axes(sharding.spec, x.ndim), _axes(spec, x.ndim), strict=True)
+        found.append(
+            tuple(
+                of_type + tuple(axis for axis in of_spec if axis not in typed)
+                for of_type, of_spec in pairs
+            )
+        )
     return found
 
 
@@ -161,9 +168,10 @@ def _local(fn, factor, arrays, leaves, specs, axes, wire_dtype):
     for x, leaf, spec in zip(arrays, leaves, specs, strict=True):
         over = lambda group, spec=spec: sum((spec[axis] for axis in group), ())
         rows, columns = over(leaf.layout.reduction), over(leaf.layout.output)
-        copies = tuple(axis for axis in axes if axis not in over(range(x.ndim)))
+        others = tuple(sorted(over(leaf.layout.batch)))
+        copies = tuple(axis for axis in axes if axis not in rows + columns + others)
         stacks_of = [
-            stacks.Stack(matrices, rows, columns, copies)
+            stacks.Stack(matrices, rows, columns, copies, others)
             for matrices in leaf.layout.matrices(x)
         ]
         todo += stacks_of

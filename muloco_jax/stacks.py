@@ -34,12 +34,14 @@ class Stack(NamedTuple):
         rows: mesh axes that shard m, major to minor; manual, as all mesh axes here.
         columns: mesh axes that shard n.
         copies: mesh axes along which all devices hold the same, to share the work.
+        others: mesh axes along which devices hold other matrices.
     """
 
     x: jax.Array
     rows: Axes = ()
     columns: Axes = ()
     copies: Axes = ()
+    others: Axes = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -72,7 +74,8 @@ def apply(
     wide = [_wide(stack) for stack in stacks]
     groups = {}
     for i, stack in enumerate(wide):
-        key = (*stack.shape, stack.x.dtype, _axes(stack), stack.copies)
+        # Together with others, what is equal along an axis would seem to differ.
+        key = (*stack.shape, stack.x.dtype, _axes(stack), stack.copies, stack.others)
         groups.setdefault(key, []).append(i)
     results = {}
     for members in groups.values():
@@ -94,7 +97,7 @@ def _wide(stack):
     m, n = stack.shape
     if m <= n:
         return stack
-    return Stack(_adjoint(stack.x), stack.columns, stack.rows, stack.copies)
+    return stack._replace(x=_adjoint(stack.x), rows=stack.columns, columns=stack.rows)
 
 
 def _adjoint(x):

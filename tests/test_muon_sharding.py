@@ -42,10 +42,23 @@ FSDP = {  # What a trainer would do, and every other way to shard a matrix.
     "bias": P(),
 }
 STACKED = {"blocks": {"up": P("layers"), "down": P("layers", "fsdp")}}
+# [8, 16] and [16, 8] that are sharded, replicated, and split by layers.
+MIXED = {
+    "blocks": {"up": P(None, None, "data"), "down": P()},
+    "query": P(),
+    "up": P(),
+    "down": P(None, "fsdp"),
+    "fused": P(None, "data"),
+    "qkv": P(),
+    "embed": P(),
+    "bias": P(),
+}
 LAYOUTS = {
     "replicated": ({"data": 2, "fsdp": 4}, P(), ("data", "fsdp")),
     "fsdp": ({"data": 2, "fsdp": 4}, FSDP, ()),
     "both": ({"data": 2, "fsdp": 4}, FSDP, ("fsdp", "data")),
+    "mixed": ({"data": 2, "fsdp": 4}, MIXED, ()),
+    "mixed, shared": ({"data": 2, "fsdp": 4}, MIXED, ("fsdp",)),
     "one device": ({"data": 1, "fsdp": 1}, FSDP, ("data", "fsdp")),
 }
 
@@ -160,8 +173,30 @@ def test_matrices_of_a_sharded_stack_stay_where_they_are():
         assert not collective.crosses(on, "layers")
 
 
-def shards_of(tree):
-    return jax.tree.map(lambda x: x.sharding.spec, tree)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axes", [(), ("fsdp",), ("layers", "fsdp")])
+def test_stacks_sharded_by_layers_live_beside_others(kind, axes):
+    """Of one shape: what is equal along an axis stays so, beside what is not."""
+    on = mesh({"layers": 2, "fsdp": 4}, kind)
+    shapes = {"blocks": {"up": (4, 8, 16), "down": (2, 16, 8)}, "up": (8, 16)}
+    specs = {"blocks": {"up": P("layers"), "down": P()}, "up": P()}
+    params = draw(1, shapes)
+    plain, optimizer = mj.muon(0.1), mj.muon(0.1, ns_axes=axes, specs=specs)
+    placed = place(params, on, specs)
+    with jax.set_mesh(on):
+        updates, _ = jax.jit(optimizer.update)(placed, optimizer.init(placed))
+    assert_close(updates, plain.update(params, plain.init(params))[0])
+
+
+def test_types_have_the_last_word_on_explicit_axes():
+    on = mesh({"x": 8}, AxisType.Explicit)
+    params = draw(1, {"up": (8, 16)})
+    placed = place(params, on, P("x"))
+    optimizer, plain = mj.muon(0.1, specs=P(None, "x")), mj.muon(0.1)
+    with jax.set_mesh(on):
+        updates, _ = jax.jit(optimizer.update)(placed, optimizer.init(placed))
+    assert_close(updates, plain.update(params, plain.init(params))[0])
+    assert updates["up"].sharding.is_equivalent_to(placed["up"].sharding, 2)
 
 
 def test_state_and_updates_are_sharded_as_the_parameters_are():

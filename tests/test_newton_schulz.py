@@ -169,6 +169,7 @@ def test_the_gram_iteration_is_refused_where_it_breaks_down(keywords):
         ({"dtype": jnp.int32}, "floating dtype of 16 bits or more"),
         ({"dtype": jnp.float8_e4m3fn}, "floating dtype of 16 bits or more"),
         ({"eps": -1.0}, r"eps must be in \[0, inf\)"),
+        ({"eps": "small"}, r"eps must be in \[0, inf\)"),
         ({"eps": float("nan")}, r"eps must be in \[0, inf\)"),
     ],
 )
