@@ -130,7 +130,9 @@ def scale_by_muon(
             f"scale must be a function of (fan_in, fan_out), as mj.spectral is; got "
             f"{scale!r}"
         )
-    axes = (ns_axes,) if isinstance(ns_axes, str) else tuple(ns_axes)
+    axes = (ns_axes,) if isinstance(ns_axes, str) else tuple(ns_axes or ())
+    if len(set(axes)) < len(axes) or not all(isinstance(axis, str) for axis in axes):
+        raise ValueError(f"ns_axes must be different names of mesh axes, got {axes}")
     if workers.AXIS in axes:
         raise ValueError(
             f"ns_axes must be axes inside a worker, got {axes}: along "

@@ -147,7 +147,7 @@ def _rows(coefficients, steps):
         rows = tuple((float(a), float(b), float(c)) for a, b, c in rows)
     except (TypeError, ValueError):
         rows = ()
-    if not rows:
+    if not rows or not all(map(math.isfinite, sum(rows, ()))):
         raise ValueError(
             f"ns_coeffs must be JORDAN, DION, POLAR_EXPRESS, POLAR_EXPRESS_8, a list "
             f"of rows (a, b, c), one per iteration, or one row with ns_steps; got "

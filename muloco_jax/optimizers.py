@@ -315,6 +315,7 @@ def routing_table(
     weight_decay_mask: Mask = None,
     adam_weight_decay: float | None = None,
     muon_weight_dimension_numbers: routing.Numbers = routing.hidden_matrices,
+    **others: Any,
 ) -> list[Route]:
     """What `muon` with the same keywords would do to each parameter.
 
@@ -333,13 +334,17 @@ def routing_table(
         weight_decay_mask: which parameters decay; None: all.
         adam_weight_decay: of the Adam side; None: `weight_decay`.
         muon_weight_dimension_numbers: what Muon gets.
+        **others: all other arguments of `muon`, as a preset has them.
 
     Returns:
         One row per parameter, in the order of the tree.
 
     Raises:
+        TypeError: for what is no argument of `muon`.
         ValueError: for a parameter that cannot be routed, or a decay out of range.
     """
+    if unknown := others.keys() - inspect.signature(muon).parameters.keys():
+        raise TypeError(f"muon has no arguments {', '.join(sorted(unknown))}")
     decays = _decays(weight_decay, adam_weight_decay)
     for side, decay in decays.items():
         momenta.check_range(f"weight decay of the {side} side", decay)

@@ -170,6 +170,12 @@ def _local(fn, factor, arrays, leaves, specs, axes, wire_dtype):
         rows, columns = over(leaf.layout.reduction), over(leaf.layout.output)
         others = tuple(sorted(over(leaf.layout.batch)))
         copies = tuple(axis for axis in axes if axis not in rows + columns + others)
+        if differs := _varying(x) & set(copies):
+            raise ValueError(
+                f"ns_axes are axes along which devices hold the same, but along "
+                f"{', '.join(sorted(differs))} {leaf.path} differs; if it is sharded, "
+                f"say so with specs"
+            )
         stacks_of = [
             stacks.Stack(matrices, rows, columns, copies, others)
             for matrices in leaf.layout.matrices(x)
@@ -183,3 +189,9 @@ def _local(fn, factor, arrays, leaves, specs, axes, wire_dtype):
         leaf.layout.leaf([next(parts) for _ in range(count)], x.shape)
         for x, leaf, count in zip(arrays, leaves, counts, strict=True)
     ]
+
+
+def _varying(x):
+    """Manual mesh axes along which an array may differ, where `shard_map` checks it."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset(getattr(kind, "varying", ()))

@@ -72,12 +72,14 @@ def apply(
     if one_by_one is None:
         one_by_one = jax.default_backend() == "cpu"
     wide = [_wide(stack) for stack in stacks]
-    groups = {}
+    groups, results = {}, {}
     for i, stack in enumerate(wide):
+        if stack.x.size == 0:
+            results[i] = stack.x
+            continue
         # Together with others, what is equal along an axis would seem to differ.
         key = (*stack.shape, stack.x.dtype, _axes(stack), stack.copies, stack.others)
         groups.setdefault(key, []).append(i)
-    results = {}
     for members in groups.values():
         group = [wide[i] for i in members]
         if _axes(group[0]) or group[0].copies:

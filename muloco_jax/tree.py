@@ -36,14 +36,17 @@ _LLAMA_HEAD = re.compile(r"((params|model)/)?output(/(kernel|weight|w))?")
 
 
 def name(path: Sequence[Any]) -> str:
-    """The key path of a leaf as text.
+    """The key path of a leaf as text, without the `value` of a `flax.nnx.Variable`.
 
     >>> import jax
     >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({"blocks": [{"kernel": 0}]})
     >>> name(path)
     'blocks/0/kernel'
     """
-    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+    path = tuple(path)
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def absent(x: Any) -> bool:

@@ -368,11 +368,33 @@ def test_what_the_mesh_cannot_do_is_refused(keywords, match):
         optimizer.update(params, optimizer.init(params), params)
 
 
+def test_what_differs_along_an_axis_is_no_copy_to_share_work_of():
+    optimizer = mj.muon(0.1, ns_axes="x")
+    step = lambda params: optimizer.update(params, optimizer.init(params))[0]
+    local = jax.shard_map(step, mesh=mesh({"x": 8}), in_specs=P("x"), out_specs=P("x"))
+    with pytest.raises(ValueError, match="along x w differs; if it is sharded, say so"):
+        jax.jit(local)({"w": jnp.ones((16, 6))})
+
+
 def test_without_a_mesh_there_is_nothing_to_share_work_along():
     params = {"w": jnp.ones((4, 6))}
     optimizer = mj.muon(0.1, ns_axes="x")
     with pytest.raises(ValueError, match=r"call under jax\.set_mesh"):
         optimizer.update(params, optimizer.init(params), params)
+
+
+@pytest.mark.parametrize("axes", [("x", "x"), ("x", None)])
+def test_axes_are_different_names(axes):
+    with pytest.raises(ValueError, match="ns_axes must be different names"):
+        mj.muon(0.1, ns_axes=axes)
+
+
+@pytest.mark.parametrize("keywords", [{"specs": P("x")}, {"ns_axes": "x"}])
+def test_empty_matrices_are_fine_on_a_mesh(keywords):
+    params = place({"w": jnp.ones((0, 8)), "v": jnp.ones((8, 8))}, mesh({"x": 8}), P())
+    optimizer = mj.muon(0.1, **keywords)
+    updates, _ = optimizer.update(params, optimizer.init(params))
+    assert updates["w"].shape == (0, 8)
 
 
 def test_workers_are_no_axis_to_share_work_along():

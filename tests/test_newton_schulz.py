@@ -370,7 +370,9 @@ def test_empty_matrices_are_fine():
     assert mj.orthogonalize(jnp.zeros((3, 0, 4))).shape == (3, 0, 4)
 
 
-@pytest.mark.parametrize("bad", [[], "muon", [(1.0, 2.0)], 5, [1.0, 2.0, 3.0]])
+@pytest.mark.parametrize(
+    "bad", [[], "muon", [(1.0, 2.0)], 5, [1.0, 2.0, 3.0], [(1.0, float("nan"), 1.0)]]
+)
 def test_bad_coefficients_are_refused(bad):
     with pytest.raises(ValueError, match=r"ns_coeffs.* rows"):
         mj.orthogonalize(gaussian(2, 2), bad)

@@ -318,6 +318,15 @@ def _orthogonal(row, gradient):
     return mj.orthogonalize(gradient)
 
 
+def test_the_routing_table_takes_what_muon_takes():
+    params = {"up": jnp.ones((16, 16)), "bias": jnp.ones(16)}
+    bias, up = mj.routing_table(params, **mj.MOONLIGHT)
+    assert (bias.side, bias.decay) == ("adam", 0.1)
+    assert (up.side, up.factor, up.decay) == ("muon", 0.8, 0.1)
+    with pytest.raises(TypeError, match="muon has no arguments weight_decai"):
+        mj.routing_table(params, weight_decai=0.1)
+
+
 def test_the_routing_table_names_what_it_cannot_route():
     with pytest.raises(ValueError, match=r"conv has shape \(3, 3, 4, 8\)"):
         mj.routing_table({"conv": jnp.ones((3, 3, 4, 8))})

@@ -1,6 +1,8 @@
 """Names decide what a parameter is."""
 
+import jax
 import pytest
+from flax import nnx
 
 from muloco_jax import tree
 
@@ -82,3 +84,10 @@ def test_embeddings_heads_norms_routers_and_biases_are_not_hidden(path):
 )
 def test_leaves_under_blocks_are_stacked_unless_blocks_is_a_list(path, expected):
     assert tree.is_stacked(path) is expected
+
+
+def test_a_variable_of_nnx_has_the_name_of_its_place():
+    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    names = [tree.name(path) for path, _ in jax.tree.leaves_with_path(state)]
+    assert sorted(names) == ["bias", "kernel"]
+    assert tree.name((jax.tree_util.DictKey("value"),)) == "value"
