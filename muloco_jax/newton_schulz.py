@@ -244,7 +244,9 @@ def orthogonalizer(
     restarts = lambda m, n, dtype: _restarts(
         method, m, n, len(coefficients.rows), dtype, precision
     )
-    restarts(1, 1, compute_dtype(jnp.float32, dtype))
+    # Without asking for the backend, which must not start before it is configured.
+    given = jnp.float32 if dtype is None else compute_dtype(jnp.float32, dtype)
+    restarts(1, 1, jnp.dtype(given))
 
     def apply(x):
         shape, kind = jnp.shape(x), jnp.result_type(x)
