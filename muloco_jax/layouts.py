@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 
@@ -65,8 +66,7 @@ class Layout(NamedTuple):
         whole = moved.reshape(batch, fan_in, fan_out)
         if not self.splits:
             return [whole]
-        ends = [sum(self.splits[:i]) for i in range(1, len(self.splits))]
-        return jnp.split(whole, ends, axis=-1)
+        return jnp.split(whole, np.cumsum(self.splits)[:-1], axis=-1)
 
     def leaf(self, matrices: Sequence[jax.Array], shape: Sequence[int]) -> jax.Array:
         """What `matrices` makes of a leaf of some shape, undone."""

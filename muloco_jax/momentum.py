@@ -118,13 +118,8 @@ def scale_by_muon(
         raise ValueError(
             f"momentum must be one of {get_args(Momentum)}, got {momentum!r}"
         )
-    if mu_dtype is not None and not (
-        jnp.issubdtype(mu_dtype, jnp.inexact) and jnp.dtype(mu_dtype).itemsize >= 2
-    ):
-        raise ValueError(
-            f"mu_dtype must be a floating dtype of 16 bits or more, got "
-            f"{jnp.dtype(mu_dtype).name}"
-        )
+    if mu_dtype is not None:
+        newton_schulz.check_floating("mu_dtype", mu_dtype)
     if not callable(scale):
         raise ValueError(
             f"scale must be a function of (fan_in, fan_out), as mj.spectral is; got "

@@ -258,7 +258,7 @@ def orthogonalizer(
         m, n = shape[-2:]
         tall = m > n  # Iterate on the smaller Gram matrix.
         y = _orthogonalize(
-            _adjoint(x) if tall else x,
+            x.mT.conj() if tall else x,
             coefficients,
             inside,
             precision,
@@ -266,7 +266,7 @@ def orthogonalizer(
             restarts(min(m, n), max(m, n), inside),
             preconditioning,
         )
-        return _adjoint(y) if tall else y
+        return y.mT.conj() if tall else y
 
     return apply
 
@@ -280,12 +280,17 @@ def compute_dtype(dtype: DTypeLike, chosen: DTypeLike | None = None) -> jnp.dtyp
     ):
         on_cpu = jax.default_backend() == "cpu"
         return wide if on_cpu or is_complex else jnp.dtype(jnp.bfloat16)
-    if not jnp.issubdtype(chosen, jnp.inexact) or jnp.dtype(chosen).itemsize < 2:
-        raise ValueError(
-            f"the iteration needs a floating dtype of 16 bits or more, got "
-            f"{jnp.dtype(chosen).name}"
-        )
+    check_floating("the dtype of the iteration", chosen)
     return jnp.dtype(chosen)
+
+
+def check_floating(what: str, dtype: DTypeLike) -> None:
+    """Refuses a dtype of integers, or of fewer than 16 bits."""
+    if not jnp.issubdtype(dtype, jnp.inexact) or jnp.dtype(dtype).itemsize < 2:
+        raise ValueError(
+            f"{what} must be a floating dtype of 16 bits or more, got "
+            f"{jnp.dtype(dtype).name}"
+        )
 
 
 def wire_dtype(dtype: DTypeLike, chosen: DTypeLike | None = None) -> jnp.dtype:
@@ -343,7 +348,7 @@ def _orthogonalize(x, coefficients, dtype, precision, eps, restarts, preconditio
     y = _normalize(x.astype(wide), safety, eps, dtype, preconditioning).astype(dtype)
     if restarts is None:  # Each operation is rounded as in the authors' code.
         for a, b, c in rows:
-            gram = product(y, _adjoint(y))
+            gram = product(y, y.mT.conj())
             y = times(a, y) + product(times(b, gram) + times(c, product(gram, gram)), y)
     else:
         starts = (0, *restarts, len(rows))
@@ -358,7 +363,7 @@ def _polynomial(y, rows, product, times):
     Each multiplies it by `p = a + b r + c r^2`, where `r = y y*`. All of these commute,
     so that the next `r` is `p r p`, and `y` itself is needed at the end alone.
     """
-    r = product(y, _adjoint(y))
+    r = product(y, y.mT.conj())
     one = jnp.broadcast_to(jnp.eye(r.shape[-1], dtype=r.dtype), r.shape)
     total = None
     for i, (a, b, c) in enumerate(rows):
@@ -367,10 +372,6 @@ def _polynomial(y, rows, product, times):
         if i + 1 < len(rows):
             r = product(p, product(r, p))
     return total
-
-
-def _adjoint(x):
-    return x.mT.conj() if jnp.issubdtype(x.dtype, jnp.complexfloating) else x.mT
 
 
 def _normalize(x, safety, eps, dtype, preconditioning):
@@ -396,7 +397,7 @@ def _relative_norm(x, preconditioning):
     """Of matrices whose Frobenius norm is one: that of each, or of each of its rows."""
     if preconditioning == "spectral":
         return jnp.linalg.norm(x, 2, axis=(-2, -1), keepdims=True)
-    gram = jnp.matmul(x, _adjoint(x), precision=HIGHEST)
+    gram = jnp.matmul(x, x.mT.conj(), precision=HIGHEST)
     if preconditioning == "schatten":
         return jnp.sqrt(jnp.linalg.norm(gram, axis=(-2, -1), keepdims=True))
     return jnp.sqrt(jnp.abs(gram).sum(-1, keepdims=True))

@@ -177,8 +177,7 @@ def muon(
     def optimizer(params):
         """For a tree of parameters, which says what goes where."""
         entries = routing.resolve(muon_weight_dimension_numbers, params)
-        leaves = jax.tree_util.tree_map_with_path
-        numbers = lambda tree_: leaves(lambda path, _: entries[tree.name(path)], tree_)
+        numbers = tree.by_name(entries, params)
         mask = _mask(weight_decay_mask, params)
         side = lambda direction, label, rate: optax.chain(
             direction,
@@ -190,8 +189,8 @@ def muon(
             "muon": side(muon_side, "muon", learning_rate),
             "adam": fallback or side(adam, "adam", adam_learning_rate),
         }
-        labels = leaves(lambda path, _: _side(entries[tree.name(path)]), params)
-        return optax.partition(sides, labels)
+        labels = {name: _side(entry) for name, entry in entries.items()}
+        return optax.partition(sides, tree.by_name(labels, params))
 
     def init(params):
         if (leaves := routing.route(muon_weight_dimension_numbers, params)) and not any(
@@ -409,9 +408,7 @@ def _mask(mask, params):
             f"optax.inject_hyperparams pass static_args=mj.STATIC_ARGS"
         )
     entries = tree.match(mask, params, lambda x: False, "weight_decay_mask")
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: entries[tree.name(path)], params
-    )
+    return tree.by_name(entries, params)
 
 
 def _as(new, old):

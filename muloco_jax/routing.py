@@ -122,10 +122,7 @@ def rules(
         rest = jax.tree_util.tree_map_with_path(
             lambda path, x: None if tree.name(path) in ruled else x, params
         )
-        entries = resolve(otherwise, rest) | ruled
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: entries[tree.name(path)], params
-        )
+        return tree.by_name(resolve(otherwise, rest) | ruled, params)
 
     return route
 

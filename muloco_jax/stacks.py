@@ -10,13 +10,13 @@ Legend: m <= n, the global shape of a matrix; B, b, how many of them; S, the pro
 the mesh axes that shard the matrix; R, of those that hold equal copies of it.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 Axes = tuple[str, ...]
@@ -89,7 +89,7 @@ def apply(
             done = _packed(fn, [stack.x for stack in group], one_by_one)
         results.update(zip(members, done, strict=True))
     return [
-        result if wide[i] is stacks[i] else _adjoint(result)
+        result if wide[i] is stacks[i] else result.mT.conj()
         for i, result in sorted(results.items())
     ]
 
@@ -99,11 +99,7 @@ def _wide(stack):
     m, n = stack.shape
     if m <= n:
         return stack
-    return stack._replace(x=_adjoint(stack.x), rows=stack.columns, columns=stack.rows)
-
-
-def _adjoint(x):
-    return x.mT.conj() if jnp.issubdtype(x.dtype, jnp.complexfloating) else x.mT
+    return stack._replace(x=stack.x.mT.conj(), rows=stack.columns, columns=stack.rows)
 
 
 def _axes(stack):
@@ -222,5 +218,4 @@ def _concatenate(arrays):
 
 def _parts(x, sizes, axis=0):
     """Consecutive parts of `x`."""
-    ends = list(itertools.accumulate(sizes))[:-1]
-    return jnp.split(x, ends, axis)
+    return jnp.split(x, np.cumsum(sizes)[:-1], axis)

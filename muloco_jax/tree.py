@@ -8,7 +8,7 @@ array per layer along its first axis. Nothing else in the library looks at names
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -113,6 +113,16 @@ def match(
             )
         raise ValueError(f"{what} has {' and '.join(texts)}")
     return {leaf: found[entry] for leaf, entry in owner.items() if entry is not None}
+
+
+def by_name(entries: Mapping[str, Any], params: PyTree) -> PyTree:
+    """A tree like `params` of the entry for the name of each leaf.
+
+    >>> by_name({"a": 1, "b/0": 2}, {"a": 0.0, "b": [0.0]})
+    {'a': 1, 'b': [2]}
+    """
+    entry = lambda path, _: entries[name(path)]
+    return jax.tree_util.tree_map_with_path(entry, params)
 
 
 def check_like(updates: PyTree, params: PyTree, of: str, hint: str = "") -> None:
