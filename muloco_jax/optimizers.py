@@ -93,8 +93,9 @@ def muon(
         nesterov: whether Muon's momentum looks ahead by one gradient.
         momentum: "heavy_ball", `M <- beta M + G`; "ema", `M <- beta M + (1 - beta) G`;
             or "debiased", the same divided by `1 - beta^t` at step t, as in optax.
-        adaptive: whether to multiply by the dual norm, `<M, orthogonalize(M)>`, which
-            makes updates as large as gradients are (Bernstein et al., 2024).
+        adaptive: whether to multiply by the dual norm, `<M, orthogonalize(M)>`: updates
+            then grow with gradients, and need another learning rate (Bernstein et al.,
+            2024).
         update_norm: whether to divide by the RMS of what the iteration gives, so that
             `scale` is exactly that of updates (Moonlight, section 2.2).
         preconditioning: see `orthogonalize`.
@@ -225,7 +226,7 @@ _DYNAMIC = ("learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_
 # a schedule all the same.
 STATIC_ARGS = tuple(n for n in inspect.signature(muon).parameters if n not in _DYNAMIC)
 
-# The MuLoCo paper's (appendix on hyperparameters), which are the defaults.
+# The MuLoCo paper's, as its code has them (but `eps`), which are the defaults.
 PAPER = {
     "ns_coeffs": newton_schulz.DION,
     "beta": 0.9,

@@ -3,7 +3,8 @@
 A parameter is known by its path in the tree, written as
 `blocks/attention/query/kernel`. From the path alone follows whether a matrix is hidden
 (between layers, so that Muon may orthogonalize it) and whether the leaf stacks one
-array per layer along its first axis. Nothing else in the library looks at names.
+array per layer along its first axis. Trees that belong to parameters, such as masks,
+find theirs by name too; what a name means, only this module knows.
 """
 
 import re
