@@ -105,7 +105,9 @@ def test_a_signal_saves_at_the_end_of_the_round(folder, built, whole, number, ca
     assert_same_run(workdir, whole[0])
 
 
-def test_times_and_the_best_are_kept_too(folder, built, whole):
+def test_times_and_the_best_are_kept_too(folder, built, whole, monkeypatch):
+    # A round of milliseconds, on a busy machine, may take less than its sync by itself.
+    monkeypatch.setattr(train, "_time_sync", lambda plan, state: 0.25)
     workdir = folder / "times"
     train.train(*stopping_in(built, 2), str(workdir))
     stopped = rows(workdir)[-1]["seconds"]
@@ -113,7 +115,8 @@ def test_times_and_the_best_are_kept_too(folder, built, whole):
     seconds = [row["seconds"] for row in rows(workdir) if row["event"] == "round"]
     assert seconds == sorted(seconds)
     assert seconds[2] == stopped
-    assert all(0 < row["sync_share"] < 1 for row in rows(workdir)[2::3])
+    for row in rows(workdir)[2::3]:
+        assert row["sync_share"] == pytest.approx(0.25 / row["round_seconds"])
     evaluated = {
         row["step"]: row["eval_loss"] for row in rows(workdir) if "eval_loss" in row
     }
