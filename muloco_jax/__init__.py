@@ -2,6 +2,7 @@
 
 from muloco_jax import compress, fragments
 from muloco_jax.algorithm import DiLoCo, DiLoCoState, WorkerState, diloco
+from muloco_jax.coefficients import DION, JORDAN, POLAR_EXPRESS, POLAR_EXPRESS_8
 from muloco_jax.compress import Reducer, all_reduce_mean, reducer
 from muloco_jax.fragments import Segment
 from muloco_jax.layouts import SplitDimensionNumbers
@@ -12,23 +13,14 @@ from muloco_jax.momentum import (
     spectral,
     width,
 )
-from muloco_jax.newton_schulz import (
-    DION,
-    JORDAN,
-    POLAR_EXPRESS,
-    POLAR_EXPRESS_8,
-    orthogonalize,
-)
-from muloco_jax.optimizers import (
+from muloco_jax.newton_schulz import orthogonalize
+from muloco_jax.optimizers import STATIC_ARGS, Route, muon, routing_table
+from muloco_jax.presets import (
     JORDAN_2024,
     MOONLIGHT,
     MOONLIGHT_UPDATE_NORM,
     OPTAX,
     PAPER,
-    STATIC_ARGS,
-    Route,
-    muon,
-    routing_table,
 )
 from muloco_jax.routing import by_ndim, hidden_matrices, rules
 from muloco_jax.workers import Workers

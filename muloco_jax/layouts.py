@@ -6,7 +6,7 @@ This module hides how it is turned into matrices and back.
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -131,12 +131,15 @@ def of(
             )
     batch = tuple(a for a in range(len(shape)) if a not in reduction + output)
     layout = Layout(batch, reduction, output)
-    splits = _ints(name, "splits", getattr(numbers, "splits", ()))
+    if isinstance(numbers, MuonDimensionNumbers):
+        return layout
+    splits = _ints(name, "splits", numbers.splits)
     [(_, fan_out)] = layout.fans(shape)
-    if splits and (sum(splits) != fan_out or min(splits) < 1):
+    if not splits or sum(splits) != fan_out or min(splits) < 1:
         raise ValueError(
             f"{name} with shape {shape}: splits must be positive and sum to the "
-            f"fan-out {fan_out}, got {splits}"
+            f"fan-out {fan_out}, got {splits} (inside shard_map such a leaf cannot be "
+            f"sharded along its fan-out)"
         )
     return layout._replace(splits=splits)
 
@@ -144,10 +147,9 @@ def of(
 def _ints(name, key, value):
     """One integer or several as a tuple."""
     try:
-        return (operator.index(value),)
+        values = tuple(value) if isinstance(value, Iterable) else (value,)
+        if not any(isinstance(x, bool) for x in values):
+            return tuple(map(operator.index, values))
     except TypeError:
         pass
-    try:
-        return tuple(map(operator.index, value))
-    except TypeError:
-        raise ValueError(f"{name}: {key} must be integers, got {value!r}") from None
+    raise ValueError(f"{name} must have integers for {key}, got {value!r}")

@@ -22,11 +22,12 @@ import optax
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from muloco_jax import newton_schulz, routing, sharded, tree, workers
+from muloco_jax import coefficients, newton_schulz, routing, sharded, tree, workers
 
 PyTree = Any
 Factor = Callable[[int, int], float]
 Momentum = Literal["heavy_ball", "ema", "debiased"]
+_NUMBER = int | float | np.number | np.ndarray | jax.Array
 
 
 def spectral(fan_in: int, fan_out: int) -> float:
@@ -82,7 +83,7 @@ class MuonState(NamedTuple):
 def scale_by_muon(
     beta: optax.ScalarOrSchedule = 0.9,
     nesterov: bool = False,
-    ns_coeffs: newton_schulz.CoefficientsLike = newton_schulz.DION,
+    ns_coeffs: coefficients.CoefficientsLike = coefficients.DION,
     scale: Factor = spectral,
     *,
     ns_steps: int | None = None,
@@ -114,6 +115,11 @@ def scale_by_muon(
         check_range("beta", beta, 1)
         if hint := _rounded(beta):
             raise ValueError(f"beta has been rounded{hint}")
+    check_flags(nesterov=nesterov, adaptive=adaptive, update_norm=update_norm)
+    if adaptive and update_norm:
+        raise ValueError(
+            "adaptive and update_norm both say how large updates are: leave one out"
+        )
     if momentum not in get_args(Momentum):
         raise ValueError(
             f"momentum must be one of {get_args(Momentum)}, got {momentum!r}"
@@ -188,15 +194,35 @@ def scale_by_muon(
 
 
 def factor(scale: Factor, fan_in: int, fan_out: int) -> float:
-    """The factor of a matrix; 1 for an empty one."""
-    return scale(fan_in, fan_out) if fan_in and fan_out else 1.0
+    """The factor of a matrix; 1 for an empty one.
+
+    Raises:
+        ValueError: if it is known and not a finite number.
+    """
+    value = scale(fan_in, fan_out) if fan_in and fan_out else 1.0
+    known = not isinstance(value, Tracer)
+    if not isinstance(value, _NUMBER) or (known and not np.isfinite(value)):
+        raise ValueError(
+            f"scale({fan_in}, {fan_out}) must be a finite number, got {value}"
+        )
+    return value
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuses what is no boolean, as the text "False", which would count as true."""
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            raise ValueError(
+                f"{name} must be True or False, got {value!r} (under "
+                f"optax.inject_hyperparams pass static_args=mj.STATIC_ARGS)"
+            )
 
 
 def check_range(name: str, value: Any, below: float = math.inf) -> None:
     """Refuses a number outside [0, below); what is traced cannot be looked at."""
     if isinstance(value, Tracer):
         return
-    if not isinstance(value, int | float | np.number | np.ndarray | jax.Array):
+    if not isinstance(value, _NUMBER):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not 0 <= value < below:
         raise ValueError(

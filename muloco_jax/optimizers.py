@@ -1,6 +1,6 @@
 """Muon on the hidden matrices of a model and another optimizer on the rest.
 
-This module hides how the two sides share a tree, and holds the published settings.
+This module hides how the two sides share a tree.
 
 References:
     Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon>`_, 2024
@@ -19,8 +19,8 @@ import jax
 import optax
 from jax.typing import DTypeLike
 
+from muloco_jax import coefficients, newton_schulz, routing, tree
 from muloco_jax import momentum as momenta
-from muloco_jax import newton_schulz, routing, tree
 
 PyTree = Any
 Mask = PyTree | Callable[[PyTree], PyTree] | None
@@ -28,7 +28,7 @@ Mask = PyTree | Callable[[PyTree], PyTree] | None
 
 def muon(
     learning_rate: optax.ScalarOrSchedule,
-    ns_coeffs: newton_schulz.CoefficientsLike = newton_schulz.DION,
+    ns_coeffs: coefficients.CoefficientsLike = coefficients.DION,
     ns_steps: int | None = None,
     beta: optax.ScalarOrSchedule = 0.9,
     eps: float = 0.0,
@@ -78,7 +78,8 @@ def muon(
     Args:
         learning_rate: of both sides, a float or a schedule over updates.
         ns_coeffs: rows of the Newton-Schulz iteration, see `orthogonalize`.
-        ns_steps: None, or the number of rows: a list of rows is never cut.
+        ns_steps: None, or the number of rows, which repeats or cuts them only if all
+            are equal, as those of `JORDAN`.
         beta: decay of Muon's momentum, in [0, 1), or a schedule.
         eps: added to the norm before the iteration.
         weight_decay: decoupled weight decay of both sides, or a schedule.
@@ -97,7 +98,8 @@ def muon(
             then grow with gradients, and need another learning rate (Bernstein et al.,
             2024).
         update_norm: whether to divide by the RMS of what the iteration gives, so that
-            `scale` is exactly that of updates (Moonlight, section 2.2).
+            `scale` is exactly that of updates (Moonlight, section 2.2); not together
+            with `adaptive`.
         preconditioning: see `orthogonalize`.
         adam_b1: decay of Adam's first moment.
         adam_b2: decay of Adam's second moment.
@@ -106,7 +108,8 @@ def muon(
         adam_nesterov: whether the other side is NAdam, as `nesterov` makes it in optax.
         adam_learning_rate: of the Adam side; None: `learning_rate`.
         adam_weight_decay: of the Adam side; None: `weight_decay`.
-        fallback: optimizer of what Muon does not get, instead of AdamW.
+        fallback: optimizer of what Muon does not get, instead of AdamW and all that
+            the arguments above say of it.
         ns_dtype: of the iteration, see `orthogonalize`.
         ns_precision: of its products.
         ns_method: of the iteration.
@@ -150,8 +153,9 @@ def muon(
         ("adam_eps", adam_eps, math.inf),
         ("adam_eps_root", adam_eps_root, math.inf),
     ):
-        if not callable(value):
+        if not (callable(value) and name in _DYNAMIC):
             momenta.check_range(name, value, below)
+    momenta.check_flags(adam_nesterov=adam_nesterov)
     matrices = functools.partial(
         momenta.scale_by_muon,
         beta,
@@ -198,10 +202,10 @@ def muon(
             leaf.layout for leaf in leaves
         ):
             raise ValueError(
-                f"no parameter is for Muon, of "
-                f"{', '.join(leaf.path for leaf in leaves)}; say which are with "
+                f"no parameter is for Muon; say which are with "
                 f"muon_weight_dimension_numbers, as mj.by_ndim or mj.rules (under "
-                f"optax.inject_hyperparams with static_args=mj.STATIC_ARGS)"
+                f"optax.inject_hyperparams with static_args=mj.STATIC_ARGS), of "
+                f"{tree.listed([leaf.path for leaf in leaves])}"
             )
         return optimizer(params).init(params)
 
@@ -226,62 +230,6 @@ _DYNAMIC = ("learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_
 # a schedule all the same.
 STATIC_ARGS = tuple(n for n in inspect.signature(muon).parameters if n not in _DYNAMIC)
 
-# The MuLoCo paper's, as its code has them (but `eps`), which are the defaults.
-PAPER = {
-    "ns_coeffs": newton_schulz.DION,
-    "beta": 0.9,
-    "nesterov": False,
-    "momentum": "heavy_ball",
-    "scale": momenta.spectral,
-    "adam_b1": 0.9,
-    "adam_b2": 0.99,
-}
-
-# Moonlight's (Liu et al., 2025, equations 1 and 4), with its weight decay. The learning
-# rate may be what is right for AdamW.
-MOONLIGHT = {
-    "ns_coeffs": newton_schulz.JORDAN,
-    "beta": 0.95,
-    "eps": 1e-7,
-    "weight_decay": 0.1,
-    "nesterov": True,
-    "momentum": "heavy_ball",
-    "scale": momenta.match_rms_adamw,
-    "adam_b1": 0.9,
-    "adam_b2": 0.95,
-}
-
-# Its variant that measures the RMS of each update instead (section 2.2).
-MOONLIGHT_UPDATE_NORM = MOONLIGHT | {"scale": momenta.adamw_rms, "update_norm": True}
-
-# The original (Jordan et al., 2024) as it is now, which is `torch.optim.Muon` too.
-JORDAN_2024 = {
-    "ns_coeffs": newton_schulz.JORDAN,
-    "beta": 0.95,
-    "eps": 1e-7,
-    "nesterov": True,
-    "momentum": "ema",
-    "scale": momenta.width,
-    "adam_b1": 0.9,
-    "adam_b2": 0.95,
-    "adam_eps": 1e-10,
-}
-
-# What `optax.contrib.muon` computes by default, with NAdam on the other side.
-OPTAX = {
-    "ns_coeffs": newton_schulz.JORDAN,
-    "beta": 0.95,
-    "eps": 1e-8,
-    "nesterov": True,
-    "momentum": "debiased",
-    "scale": momenta.width,
-    "adam_b1": 0.9,
-    "adam_b2": 0.999,
-    "adam_nesterov": True,
-    "adam_weight_decay": 0.0,
-    "muon_weight_dimension_numbers": routing.by_ndim,
-}
-
 
 class Route(NamedTuple):
     """What `muon` does to a parameter.
@@ -289,12 +237,13 @@ class Route(NamedTuple):
     Attributes:
         path: of the parameter in the tree.
         shape: of the parameter.
-        side: "muon" or "adam".
+        side: "muon" or "adam", which may be the `fallback`.
         fan_in: of the matrix that Muon sees; None for Adam.
         fan_out: of the matrix that Muon sees, or of each where there are splits; None
             for Adam.
         factor: of the learning rate, or one per split; 1 for Adam.
-        decay: weight decay, to be multiplied by the learning rate alone.
+        decay: weight decay, to be multiplied by the learning rate alone; of a schedule
+            its first value; nan where a `fallback` has one of its own, or none.
     """
 
     path: str
@@ -311,9 +260,10 @@ def routing_table(
     *,
     scale: momenta.Factor = momenta.spectral,
     consistent_rms: float | None = None,
-    weight_decay: float = 0.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Mask = None,
-    adam_weight_decay: float | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule | None = None,
+    fallback: optax.GradientTransformation | None = None,
     muon_weight_dimension_numbers: routing.Numbers = routing.hidden_matrices,
     **others: Any,
 ) -> list[Route]:
@@ -333,6 +283,7 @@ def routing_table(
         weight_decay: of both sides.
         weight_decay_mask: which parameters decay; None: all.
         adam_weight_decay: of the Adam side; None: `weight_decay`.
+        fallback: instead of AdamW.
         muon_weight_dimension_numbers: what Muon gets.
         **others: all other arguments of `muon`, as a preset has them.
 
@@ -347,7 +298,10 @@ def routing_table(
         raise TypeError(f"muon has no arguments {', '.join(sorted(unknown))}")
     decays = _decays(weight_decay, adam_weight_decay)
     for side, decay in decays.items():
-        momenta.check_range(f"weight decay of the {side} side", decay)
+        decays[side] = decay(0) if callable(decay) else decay
+        momenta.check_range(f"weight decay of the {side} side", decays[side])
+    if fallback is not None:
+        decays["adam"] = math.nan
     mask = _mask(weight_decay_mask, params)
     mask = jax.tree.map(lambda _: True, params) if mask is None else mask
     scale = _factor(scale, consistent_rms)
@@ -363,9 +317,16 @@ def routing_table(
             fan_out, factor = (
                 (outs, factors) if len(fans) > 1 else (outs[0], factors[0])
             )
-        decay = decays[side] if may_decay else 0.0
         table.append(
-            Route(leaf.path, leaf.x.shape, side, fan_in, fan_out, factor, decay)
+            Route(
+                path=leaf.path,
+                shape=leaf.x.shape,
+                side=side,
+                fan_in=fan_in,
+                fan_out=fan_out,
+                factor=factor,
+                decay=float(decays[side]) if may_decay else 0.0,
+            )
         )
     return table
 
@@ -381,7 +342,7 @@ def _factor(scale, consistent_rms):
     return lambda fan_in, fan_out: consistent_rms * math.sqrt(max(fan_in, fan_out))
 
 
-def _decays(weight_decay, adam_weight_decay):
+def _decays(weight_decay, adam_weight_decay) -> dict[str, Any]:
     adam = weight_decay if adam_weight_decay is None else adam_weight_decay
     return {"muon": weight_decay, "adam": adam}
 

@@ -4,6 +4,7 @@
 This module hides how they are found and checked: by name, through `tree`.
 """
 
+import difflib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,20 +44,31 @@ def hidden_matrices(params: PyTree) -> PyTree:
     """
     _refuse_count(params, "hidden_matrices")
 
+    unclear = {}
+
     def leaf(path, x):
         name = tree.name(path)
         axes = jnp.ndim(x) - tree.is_stacked(name)
         if axes < 2 or not tree.may_be_hidden(name):
             return None
         if axes > 2:
-            raise ValueError(
-                f"{name} has shape {jnp.shape(x)}, and no rule says which axes are "
-                f"fan-in and fan-out; pass muon_weight_dimension_numbers=mj.rules("
-                f"{{{name!r}: MuonDimensionNumbers(...)}}), or None for Adam"
-            )
+            unclear[name] = jnp.shape(x)
         return MATRIX
 
-    return jax.tree_util.tree_map_with_path(leaf, params)
+    numbers = jax.tree_util.tree_map_with_path(leaf, params)
+    if unclear:
+        shapes = [f"{name} has shape {shape}" for name, shape in unclear.items()]
+        # One for all layers.
+        patterns = [re.sub(r"\d+", r"\\d+", re.escape(name)) for name in unclear]
+        keys = [f"r'{pattern}'" for pattern in dict.fromkeys(patterns)]
+        raise ValueError(
+            f"{tree.listed(shapes)}: more axes than a matrix has, and no rule says "
+            f"which of them are fan-in and fan-out; pass "
+            f"muon_weight_dimension_numbers=mj.rules({{key: "
+            f"MuonDimensionNumbers(reduction_axis=..., output_axis=...)}}), or None "
+            f"for Adam, with the keys {tree.listed(keys)}"
+        )
+    return numbers
 
 
 def by_ndim(params: PyTree) -> PyTree:
@@ -114,9 +126,10 @@ def rules(
         for pattern, numbers in patterns.items():
             matched = [path for path in paths if re.fullmatch(pattern, path)]
             if not matched:
+                near = difflib.get_close_matches(pattern, paths, n=8, cutoff=0.0)
                 raise ValueError(
-                    f"the rule {pattern!r} matches none of the parameters "
-                    f"{', '.join(paths)}; a rule has to match a path from end to end"
+                    f"the rule {pattern!r} matches no parameter; a rule has to match a "
+                    f"path from end to end, as of {tree.listed(near)}"
                 )
             ruled = dict.fromkeys(matched, numbers) | ruled
         rest = jax.tree_util.tree_map_with_path(
@@ -185,7 +198,10 @@ def _not_numbers(where, entry):
     hint = "MuonDimensionNumbers(reduction_axis=0, output_axis=1)"
     if hasattr(entry, "dtype"):
         hint += "; under optax.inject_hyperparams pass static_args=mj.STATIC_ARGS"
-    return f"{where} must be MuonDimensionNumbers or None, as {hint}; got {entry!r}"
+    return (
+        f"{where} must be MuonDimensionNumbers, SplitDimensionNumbers or None, as "
+        f"{hint}; got {entry!r}"
+    )
 
 
 def _refuse_count(params, function):

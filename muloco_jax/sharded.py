@@ -30,24 +30,17 @@ def placements(specs: PyTree | None, updates: PyTree) -> list[Placement]:
         updates: arrays.
 
     Raises:
-        ValueError: if there is no spec for a leaf, or one has more entries than axes.
+        ValueError: if there is no spec for a leaf, or one has more entries than axes,
+            or others than names, or a name twice.
     """
-    leaves = jax.tree.leaves_with_path(updates)
-    is_spec = lambda s: isinstance(s, P | NamedSharding)
-    given = tree.match(specs, updates, is_spec, "specs")
+    given = tree.match(specs, updates, _is_spec, "specs")
     found = []
-    for path, x in leaves:
-        spec = given[tree.name(path)]
-        spec = spec.spec if isinstance(spec, NamedSharding) else spec or P()
-        if not isinstance(spec, P) or len(spec) > x.ndim:
-            raise ValueError(
-                f"the spec of {tree.name(path)} with shape {x.shape} must be a "
-                f"PartitionSpec of at most {x.ndim} entries, got {spec!r}"
-            )
+    for path, x in jax.tree.leaves_with_path(updates):
+        own = _checked(given[tree.name(path)], tree.name(path), x)
         sharding = jax.typeof(x).sharding
         kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
         typed = {axis for axis, kind in kinds if kind == AxisType.Explicit}
-        pairs = zip(_axes(sharding.spec, x.ndim), _axes(spec, x.ndim), strict=True)
+        pairs = zip(_axes(sharding.spec, x.ndim), own, strict=True)
         found.append(
             tuple(
                 of_type + tuple(axis for axis in of_spec if axis not in typed)
@@ -55,6 +48,26 @@ def placements(specs: PyTree | None, updates: PyTree) -> list[Placement]:
             )
         )
     return found
+
+
+def _is_spec(x):
+    """Specs, or tuples of names of mesh axes, which are an error of their own."""
+    names = isinstance(x, tuple) and any(isinstance(name, str) for name in x)
+    return isinstance(x, P | NamedSharding) or names
+
+
+def _checked(spec, path, x):
+    """Per array axis the mesh axes that a spec names."""
+    spec = spec.spec if isinstance(spec, NamedSharding) else spec or P()
+    if isinstance(spec, P) and len(spec) <= x.ndim:
+        entries = _axes(spec, x.ndim)
+        axes = sum(entries, ())
+        if len(set(axes)) == len(axes) and all(isinstance(axis, str) for axis in axes):
+            return entries
+    raise ValueError(
+        f"the spec of {path} with shape {x.shape} must be a PartitionSpec of at most "
+        f"{x.ndim} entries, each None or names of mesh axes, none twice; got {spec!r}"
+    )
 
 
 def apply(
@@ -92,29 +105,33 @@ def apply(
             f"parameters on the mesh"
         )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    inside = {axis for axis, kind in kinds.items() if kind == AxisType.Manual}
-    _check_sizes(leaves, specs, {a: mesh.shape[a] for a in kinds if a not in inside})
+    manual = {axis for axis, kind in kinds.items() if kind == AxisType.Manual}
+    _check_sizes(leaves, specs, {a: mesh.shape[a] for a in kinds if a not in manual})
     idle = {a for a in kinds if mesh.shape[a] == 1 and kinds[a] == AxisType.Auto}
     specs = [tuple(tuple(a for a in e if a not in idle) for e in s) for s in specs]
     axes = [axis for axis in axes if axis not in idle]
+    cutting = {axis for axis in manual if mesh.shape[axis] > 1}
     needed = [
-        _unsplit(leaf, spec, inside) for leaf, spec in zip(leaves, specs, strict=True)
+        _unsplit(leaf, spec, cutting) for leaf, spec in zip(leaves, specs, strict=True)
     ]
     local = lambda arrays: _local(fn, factor, arrays, leaves, needed, axes, wire_dtype)
-    if not used - inside - idle:
+    if used <= manual | idle:
         return local(arrays)
-    outer = lambda spec: P(*[tuple(a for a in e if a not in inside) for e in spec])
+    return _mapped(local, arrays, specs, needed, mesh, set(kinds) - manual)
+
+
+def _mapped(local, arrays, specs, needed, mesh, left):
+    """`local` of the shards of arrays, along the mesh axes that are left to map.
+
+    All of them: `jax.vmap(..., spmd_axis_name=)` needs its axis to be manual.
+    """
+    outer = lambda spec: P(*[tuple(a for a in e if a in left) for e in spec])
     own, own_specs = list(arrays), [outer(spec) for spec in needed]
     for i, (x, spec) in enumerate(zip(arrays, specs, strict=True)):
         if spec != needed[i] and any(_axes(jax.typeof(x).sharding.spec, x.ndim)):
             own[i] = jax.sharding.reshard(x, NamedSharding(mesh, own_specs[i]))
     mapped = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(own_specs,),
-        out_specs=own_specs,
-        # All that are left: `jax.vmap(..., spmd_axis_name=)` needs its axis among them.
-        axis_names=set(kinds) - inside,
+        local, mesh=mesh, in_specs=(own_specs,), out_specs=own_specs, axis_names=left
     )
     # Under `jit`, so that the mesh of the arrays will do where none is set.
     done = jax.jit(mapped)(own)
@@ -148,11 +165,11 @@ def _check_sizes(leaves, specs, sizes):
                 )
 
 
-def _unsplit(leaf, spec, inside):
+def _unsplit(leaf, spec, cutting):
     """The spec of a leaf, but that matrices side by side lie on one device."""
     if not leaf.layout.splits:
         return spec
-    if cut := {a for axis in leaf.layout.output for a in spec[axis]} & inside:
+    if cut := {a for axis in leaf.layout.output for a in spec[axis]} & cutting:
         raise ValueError(
             f"{leaf.path} has splits, so that it cannot be sharded along its fan-out "
             f"over {', '.join(sorted(cut))} inside shard_map"

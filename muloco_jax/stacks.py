@@ -61,7 +61,8 @@ def apply(
     Args:
         fn: a function of `[..., m, n]` with m <= n that keeps the shape, takes each
             matrix by itself, and commutes with taking the adjoint and with permuting
-            rows or columns.
+            rows or columns: what several axes make of a matrix, as those of a
+            convolution, is put together from its shards in another order.
         stacks: what to apply it to.
         wire_dtype: what a dtype travels as.
         one_by_one: whether `fn` takes a matrix at a time; None: on CPU.

@@ -20,15 +20,17 @@ PyTree = Any
 STACKED = "blocks"
 
 # Whole path segments that name something other than a hidden matrix. Whole, so that
-# "head" does not catch "multi_head" nor "norm" something like "normal".
+# "norm" does not catch "normal", nor "head" the "multi_head_attention" around it.
 _NOT_HIDDEN = re.compile(
     r"""(\w+_)?(un)?emb(ed(s|der|ding|dings)?)?(_\w+)?  # embed_tokens, tok_emb, ...
-    | wte | wpe
+    | wte | wpe | (\w+_)?vocab(_\w+)? | (?-i:W_(E|U|pos))  # TransformerLens
+    | (\w+_)?pos(ition(s|al)?)?(_(bias|table|encodings?))*
+    | (\w+_)?(cls|class|mask|register|dist)_tokens?
     | (\w+_)?head(_\d+)? | lm_head_\w+
     | (to_)?logits(_\w+)? | classifier(_\w+)? | readout
     | (\w+_)?(layer|rms|batch|group)?_?norms?(_?\d+|_f)? | ln(_?\w)?
     | router(_\w+)?
-    | bias | scale""",
+    | (\w+_)?bias | scale""",
     re.VERBOSE | re.IGNORECASE,
 )
 
@@ -107,10 +109,10 @@ def match(
     if missing or unused:
         texts = []
         if missing:
-            texts.append(f"no entry for {', '.join(missing)}")
+            texts.append(f"no entry for {listed(missing)}")
         if unused:
             texts.append(
-                f"an entry for {', '.join(sorted(unused))}, which is no parameter"
+                f"an entry for {listed(sorted(unused))}, which is no parameter"
             )
         raise ValueError(f"{what} has {' and '.join(texts)}")
     return {leaf: found[entry] for leaf, entry in owner.items() if entry is not None}
@@ -141,16 +143,25 @@ def check_like(updates: PyTree, params: PyTree, of: str, hint: str = "") -> None
     shapes = lambda tree: {name(p): x.shape for p, x in jax.tree.leaves_with_path(tree)}
     given, kept = shapes(updates), shapes(params)
     if extra := sorted(given.keys() - kept.keys()):
-        raise ValueError(f"there are gradients but no {of} of {', '.join(extra)}{hint}")
+        raise ValueError(f"there are gradients but no {of} of {listed(extra)}{hint}")
     if missing := sorted(kept.keys() - given.keys()):
-        raise ValueError(
-            f"there are {of} but no gradients of {', '.join(missing)}{hint}"
-        )
+        raise ValueError(f"there are {of} but no gradients of {listed(missing)}{hint}")
     for path, shape in kept.items():
         if given[path] != shape:
             raise ValueError(
                 f"the gradient of {path} has shape {given[path]}, but its {of} {shape}"
             )
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Names for an error, and how many more there are.
+
+    >>> listed(["a", "b"]), listed(["a", "b", "c"], most=1)
+    ('a, b', 'a and 2 more')
+    """
+    rest = len(names) - most
+    text = ", ".join(names[:most])
+    return f"{text} and {rest} more" if rest > 0 else text
 
 
 def is_leaf(x: Any) -> bool:

@@ -1,5 +1,9 @@
 """Where Muon is easily wrong without an error, and that every error says what to do."""
 
+import subprocess
+import sys
+import textwrap
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -180,14 +184,34 @@ def test_eps_is_added_to_each_kind_of_norm(preconditioning):
 
 
 @pytest.mark.parametrize("preconditioning", PRECONDITIONINGS)
-def test_a_complex_phase_goes_through(preconditioning):
-    keywords = {"adaptive": True, "update_norm": True}
-    optimizer = mj.muon(1.0, preconditioning=preconditioning, **keywords)
+@pytest.mark.parametrize("size", ["adaptive", "update_norm"])
+def test_a_complex_phase_goes_through(preconditioning, size):
+    optimizer = mj.muon(1.0, preconditioning=preconditioning, **{size: True})
     grads = {"w": gaussian(4, 6) + 1j * gaussian(4, 6, seed=1)}
     turned = run(optimizer, {"w": 1j * grads["w"]})["w"]
     assert turned.dtype == jnp.complex128
     assert jnp.isfinite(turned).all()
     assert_near(turned, 1j * run(optimizer, grads)["w"])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None, "1"])
+def test_a_factor_that_is_no_finite_number_is_refused(bad):
+    optimizer = mj.scale_by_muon(scale=lambda fan_in, fan_out: bad)
+    with pytest.raises(ValueError, match=rf"scale\(4, 6\) must be .* got {bad}"):
+        run(optimizer, {"w": gaussian(4, 6)})
+
+
+def test_to_make_an_optimizer_does_not_start_the_backend():
+    """Which could not be configured any more, an error of jax."""
+    program = """
+        import jax
+        import muloco_jax as mj
+        mj.muon(0.1, **mj.MOONLIGHT, ns_axes="data")
+        mj.scale_by_muon(mu_dtype="bfloat16")
+        jax.config.update("jax_num_cpu_devices", 3)
+        assert jax.device_count("cpu") == 3
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
@@ -377,6 +401,15 @@ def test_a_rule_for_an_array_alone_has_the_empty_path():
         ({"ns_method": "fast"}, "must be 'auto', 'standard' or 'gram', got 'fast'"),
         ({"ns_method": "gram", "ns_dtype": jnp.bfloat16}, "use dtype float32 with"),
         ({"ns_method": "gram", "ns_precision": None}, "or method='standard'"),
+        ({"nesterov": "False"}, "nesterov must be True or False, got 'False'"),
+        ({"update_norm": 1}, "update_norm must be True or False, got 1"),
+        ({"adam_nesterov": None}, "adam_nesterov must be True or False, got None"),
+        (
+            {"adaptive": True, "update_norm": True},
+            "adaptive and update_norm .* one out",
+        ),
+        ({"adam_b2": lambda step: 0.9}, "adam_b2 must be a number, got <function"),
+        ({"adam_eps": optax.constant_schedule(0)}, "adam_eps must be a number"),
         ({"mu_dtype": "int8"}, "mu_dtype must be .* 16 bits or more, got int8"),
         ({"mu_dtype": jnp.float8_e4m3fn}, "mu_dtype .* 16 bits .*float8_e4m3fn"),
         ({"fallback": optax.sgd(1), "adam_learning_rate": 1.0}, "leave out adam_learn"),
@@ -392,7 +425,7 @@ def test_bad_settings_are_refused_at_construction(keywords, match):
     "patterns, match",
     [
         ({"w": (0, 1)}, r"rule 'w' must be MuonDimensionNumbers.* got \(0, 1\)"),
-        ({"w": True}, "rule 'w' must be MuonDimensionNumbers or None.* got True"),
+        ({"w": True}, "rule 'w' must be .*SplitDimensionNumbers or None.* got True"),
         ({"(w": None}, r"'\(w' is no regular expression: missing \)"),
     ],
 )
@@ -418,7 +451,13 @@ WIDE, DEEP = jnp.ones((2, 3)), jnp.ones((8, 16, 4))
         (WIDE, SPLIT(0, 1, (1, 1)), r"sum to the fan-out 3, got \(1, 1\)"),
         (WIDE, SPLIT(0, 1, (4, -1)), r"must be positive .* got \(4, -1\)"),
         (WIDE, (0, 1), r"must be Muon.*axis=0, output_axis=1\); got \(0, 1\)"),
-        (WIDE, True, r"must be MuonDimensionNumbers or None.* got True"),
+        (WIDE, True, r"must be MuonDimensionNumbers.* or None.* got True"),
+        (
+            WIDE,
+            Numbers(False, True),
+            "must have integers for reduction_axis, got False",
+        ),
+        (WIDE, SPLIT(0, 1), r"sum to the fan-out 3, got \(\)"),
         (jnp.ones((2, 2), int), None, "has dtype int64.* optax.masked"),
         (jnp.ones((2, 2), bool), LAST, "has dtype bool.* optax.masked"),
         (jax.random.key(0), None, "has dtype key.* optax.masked"),
@@ -437,11 +476,21 @@ def test_a_parameter_that_cannot_be_routed_is_named_with_a_way_out(x, numbers, m
         ({"a": WIDE, "b": WIDE}, {"a": LAST}, "dimension_numbers has no entry for b"),
         ({"a": WIDE}, {"a": LAST, "c": None}, "an entry for c, which is no parameter"),
         ({"a": {"b": WIDE}}, {"a": {"c": LAST}}, "no entry for a/b and .* for a/c"),
-        ({"up": WIDE}, mj.rules({"u": None}), "'u' matches none .* up; .* end to end"),
-        ({"up": WIDE}, mj.rules({".*": None}), "no parameter is for Muon, of up; say"),
-        ({"mlp": DEEP}, mj.hidden_matrices, r"rules\({'mlp': .*\), or None for Adam"),
-        ({"blocks": {"query": DEEP[None]}}, mj.hidden_matrices, "{'blocks/query': "),
-        ({"up": WIDE}, "hidden", "must be MuonDimensionNumbers .*; got 'hidden'"),
+        ({"up": WIDE}, mj.rules({"u": None}), "'u' matches no .* end to end, as of up"),
+        ({"up": WIDE}, mj.rules({".*": None}), "no parameter is for Muon; .*, of up$"),
+        ({"mlp": DEEP}, mj.hidden_matrices, r"rules\({.*or None .* the keys r'mlp'$"),
+        ({"blocks": {"q": DEEP[None]}}, mj.hidden_matrices, r"keys r'blocks/q'$"),
+        (
+            {"0": {"q": DEEP}, "1": {"q": DEEP}, "o.2": DEEP},
+            mj.hidden_matrices,
+            r"^0/q has .*, 1/q .*, o.2 has .* keys r'\\d\+/q', r'o\\.\\d\+'$",
+        ),
+        (
+            {str(i): WIDE for i in range(20)},
+            mj.rules({"layers/.*": LAST}),
+            r"matches no parameter.* as of (\d+, ){7}\d+$",
+        ),
+        ({"up": WIDE}, "hidden", "must be MuonDimensionNumbers, .*; got 'hidden'"),
     ],
 )
 def test_a_tree_that_cannot_be_routed_is_refused_with_a_way_out(params, numbers, match):

@@ -327,6 +327,16 @@ def test_the_routing_table_takes_what_muon_takes():
         mj.routing_table(params, weight_decai=0.1)
 
 
+def test_the_routing_table_shows_the_first_decay_of_a_schedule():
+    params = {"up": jnp.ones((16, 16)), "bias": jnp.ones(16)}
+    decay = optax.linear_schedule(0.5, 0.0, 10)
+    bias, up = mj.routing_table(params, weight_decay=decay)
+    assert (bias.decay, up.decay) == (0.5, 0.5)
+    bias, up = mj.routing_table(params, weight_decay=decay, fallback=optax.sgd(1.0))
+    assert np.isnan(bias.decay)
+    assert up.decay == 0.5
+
+
 def test_the_routing_table_names_what_it_cannot_route():
     with pytest.raises(ValueError, match=r"conv has shape \(3, 3, 4, 8\)"):
         mj.routing_table({"conv": jnp.ones((3, 3, 4, 8))})

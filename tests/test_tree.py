@@ -16,6 +16,8 @@ HIDDEN = [
     "layers/0/ember/kernel",
     "blocks/attention/output/kernel",
     "blocks/attention/head_proj/kernel",
+    "blocks/mlp/position_wise/kernel",
+    "decoder/proj_pos_feed/kernel",
     "0/1",
 ]
 NOT_HIDDEN = [
@@ -58,6 +60,18 @@ NOT_HIDDEN = [
     "ln1/weight",
     "blocks/moe/router/kernel",
     "blocks/mlp/up/bias",
+    "vocab/kernel",
+    "vocab_proj/kernel",
+    "embed/W_E",
+    "unembed/W_U",
+    "pos_embed/W_pos",
+    "pos",
+    "encoder/pos_table",
+    "position/weight",
+    "blocks/attention/rel_bias",
+    "blocks/attention/relative_position_bias_table",
+    "cls_token",
+    "register_tokens",
 ]
 
 
